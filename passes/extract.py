@@ -1,0 +1,228 @@
+"""Extract: the two captured graphs become one `Program`: steps in execution order, what each reads, and exact bytes.
+
+A step is every node that computes something, views included; the naive gathers and reductions are not steps, they are what the
+schedule will place. Bytes are counted by storage, as the fake tensors of the trace alias each other, so that a view costs
+nothing and a tensor lives until the last use of its last alias. The graphs are executed with the boxed calling convention:
+a saved tensor dies at its last use in the backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from zfx.ir import CostModel, Parameter, Phase, Program, Step
+
+
+# marks a placeholder of the backward that is a parameter kept across the turn; holds its name
+KEPT = "zfx_kept"
+
+
+class Sharded(Protocol):
+    """What is asked of a layout."""
+
+    @property
+    def name(self) -> str: ...
+
+    def parameter(self, trainable: bool) -> Parameter: ...
+
+
+def extract(forward: fx.GraphModule, backward: fx.GraphModule | None, layouts: Sequence[Sharded], world_size: int,
+            costs: CostModel, num_outputs: int | None = None) -> Program:
+    """The program of a forward graph and, in training, its backward.
+
+    Args:
+        layouts: by the index that the naive operators carry.
+        num_outputs: how many of the forward's outputs go to the caller; the rest are saved for the backward. None: all.
+    """
+    names = [layout.name for layout in layouts]
+    parts = [_Part(forward, "forward", names, num_outputs=num_outputs)]
+    if backward is not None:
+        parts.append(_Part(backward, "backward", names))
+    program_steps: list[Step] = []
+    for part in parts:
+        if part.phase == "backward":
+            program_steps.append(_turn(parts[0], part))
+        program_steps += part.steps(costs)
+    trainable = {name for part in parts for name in part.gradients.values()}
+    seen: dict[str, None] = {}
+    for step in program_steps:
+        seen.update(dict.fromkeys((*step.reads, *step.completes)))
+    known = {layout.name: layout for layout in layouts}
+    static = sum(p.num_bytes + p.grad_bytes for p in (known[n].parameter(n in trainable) for n in known)) // world_size
+    return Program(tuple(known[name].parameter(name in trainable) for name in seen), tuple(program_steps), world_size,
+                   tuple(name for name in seen if name in parts[0].escapes), static, costs)
+
+
+def _turn(forward: _Part, backward: _Part) -> Step:
+    """The caller's code: all that the forward returned, saved tensors included, is live; escaping parameters are read."""
+    done = tuple(name for node, name in backward.gradients.items() if not backward.is_step(node))
+    return Step("turn", "turn", "the caller's code", tuple(sorted(forward.escapes, key=forward.names.index)), done,
+                forward.bytes_at_end())
+
+
+class _Part:
+    """One graph, read once: who aliases which parameter, which storages live when."""
+
+    def __init__(self, gm: fx.GraphModule, phase: Phase, names: Sequence[str], num_outputs: int | None = None) -> None:
+        self.gm, self.phase, self.names = gm, phase, names
+        self.nodes = [n for n in gm.graph.nodes if n.op == "call_function" and not is_collective(n)]
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        self.output = next(n for n in gm.graph.nodes if n.op == "output")
+        self.aliases = find_aliases(gm, names)
+        self.parameter_storages = {key for node in self.aliases for key, _ in storages(node)}
+        self.gradients = {node.args[0]: names[node.args[2]] for node in gm.graph.nodes if is_reduction(node)}
+        self.escapes = self._escapes(num_outputs) if phase == "forward" else set()
+        self.lives = self._storage_lives()
+
+    def is_step(self, node: fx.Node) -> bool:
+        return node in self.position
+
+    def _escapes(self, num_outputs: int | None) -> set[str]:
+        """Parameters that leave as outputs. A whole gathered value that is saved is not one: the plan keeps it on purpose."""
+        outputs = list(self.output.args[0])  # type: ignore[arg-type]
+        count = len(outputs) if num_outputs is None else num_outputs
+        return {self.aliases[n] for i, n in enumerate(outputs) if isinstance(n, fx.Node) and n in self.aliases and (i < count or not is_gather(n))}
+
+    def _storage_lives(self) -> dict[int, tuple[int, int, int]]:
+        """storage -> (first step, last step, bytes); inputs begin at -1, what is returned ends after the last step."""
+        lives: dict[int, tuple[int, int, int]] = {}
+        at = -1
+        end = len(self.nodes)
+        skipped = {key for node in self.gradients for key, _ in storages(node)}
+        for node in self.gm.graph.nodes:
+            at = self.position.get(node, at)
+            if is_collective(node) or node in self.aliases or node is self.output:
+                continue
+            last = max((end if user is self.output else self.position.get(user, at) for user in node.users), default=at)
+            if node.op == "placeholder" and self.phase == "forward":
+                last = end
+            first = -1 if node.op == "placeholder" else at
+            for key, num_bytes in storages(node):
+                if key in self.parameter_storages or (node.op == "placeholder" and self._is_shard(node)):
+                    continue
+                old = lives.get(key)
+                lives[key] = (min(first, old[0]), max(last, old[1]), num_bytes) if old else (first, last, num_bytes)
+        return self._without_complete_gradients(lives, skipped)
+
+    def _without_complete_gradients(self, lives: dict[int, tuple[int, int, int]], keys: set[int]) -> dict[int, tuple[int, int, int]]:
+        """A gradient counts as one from the step that completes it; before, it is a partial sum like any value."""
+        complete: dict[int, int] = {}
+        for node in self.gradients:
+            for key, _ in storages(node):
+                complete[key] = min(complete.get(key, len(self.nodes)), self.position.get(node, -1))
+        return {key: (first, min(last, complete[key]) if key in keys else last, num_bytes)
+                for key, (first, last, num_bytes) in lives.items()}
+
+    def _is_shard(self, node: fx.Node) -> bool:
+        return bool(node.users) and any(is_gather(user) for user in node.users)
+
+    def bytes_at_end(self) -> int:
+        return sum(n for _, last, n in self.lives.values() if last >= len(self.nodes))
+
+    def steps(self, costs: CostModel) -> Iterator[Step]:
+        change = [0] * (len(self.nodes) + 2)
+        for first, last, num_bytes in self.lives.values():
+            change[max(first, 0)] += num_bytes
+            change[min(last, len(self.nodes)) + 1] -= num_bytes
+        completes: dict[fx.Node, list[str]] = {}
+        for node, name in self.gradients.items():
+            completes.setdefault(node, []).append(name)
+        live = 0
+        for i, node in enumerate(self.nodes):
+            live += change[i]
+            reads = tuple(dict.fromkeys(self.aliases[a] for a in node.all_input_nodes if a in self.aliases))
+            yield Step(f"{self.phase}.{node.name}", self.phase, str(node.target), reads, tuple(completes.get(node, ())), live,
+                       duration_us(node, costs))
+
+
+def find_aliases(gm: fx.GraphModule, names: Sequence[str]) -> dict[fx.Node, str]:
+    """Every node whose value may share memory with a gathered parameter, and which: by the fake tensors' storages and, where
+    those tell nothing, by the operators' schemas. Sources are the naive gathers and the saved tensors that a plan keeps."""
+    found: dict[fx.Node, str] = {}
+    owner: dict[int, str] = {}
+    for node in gm.graph.nodes:
+        name = names[node.args[2]] if is_gather(node) else node.meta.get(KEPT) if node.op == "placeholder" else None
+        if name is not None:
+            owner.update((key, name) for key, _ in storages(node))
+        elif node.op != "output":
+            name = next((owner[key] for key, _ in storages(node) if key in owner), None)
+            name = name or next((found[a] for a in aliased_inputs(node) if a in found), None)
+        if name is not None:
+            found[node] = name
+    return found
+
+
+def is_gather(node: fx.Node) -> bool:
+    return node.target is torch.ops.zfx.all_gather.default
+
+
+def is_reduction(node: fx.Node) -> bool:
+    return node.target is torch.ops.zfx.reduce_scatter.default
+
+
+def is_collective(node: fx.Node) -> bool:
+    return is_gather(node) or is_reduction(node)
+
+
+def storages(node: fx.Node) -> list[tuple[int, int]]:
+    """(identity, bytes) of every storage that the node's value uses, by the fake tensors of the trace."""
+    found = []
+    for value in _tensors(node.meta.get("val")):
+        if value.layout is torch.strided:
+            storage = value.untyped_storage()
+            found.append((storage._cdata, _number(storage.nbytes())))
+    return found
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _number(size: int | torch.SymInt) -> int:
+    """A size for counting: a symbolic one by the value that it had at capture."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 0
+    return int(size)
+
+
+def aliased_inputs(node: fx.Node) -> Iterable[fx.Node]:
+    """Inputs that the output may be a view of, by the operator's schema (and for the one view that hides it)."""
+    if node.op != "call_function":
+        return ()
+    if node.target in (torch.ops.aten._unsafe_view.default, operator.getitem):
+        return node.all_input_nodes
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ()
+    schema = node.target._schema
+    views = any(r.alias_info is not None for r in schema.returns)
+    return [a for a, arg in zip(node.args, schema.arguments) if views and arg.alias_info is not None and isinstance(a, fx.Node)]
+
+
+def duration_us(node: fx.Node, costs: CostModel) -> float:
+    """By flops where torch can count them, and by the bytes that the operator reads and writes; views take no time."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or any(True for _ in aliased_inputs(node)):
+        return 0.0
+    num_bytes = sum(n for source in (*node.all_input_nodes, node) for _, n in storages(source))
+    return costs.compute_us(_flops(target, node), num_bytes)
+
+
+def _flops(target: torch._ops.OpOverload, node: fx.Node) -> int:
+    count: Callable[..., Any] | None = flop_registry.get(target.overloadpacket)
+    if count is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    try:
+        return _number(count(*args, **kwargs, out_val=node.meta.get("val")))
+    except (AssertionError, TypeError, ValueError, RuntimeError):  # a shape that the formula doesn't know: bytes decide
+        return 0

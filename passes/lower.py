@@ -1,0 +1,194 @@
+"""Lower: the only pass that writes FX. It puts the schedule's instructions between the steps of a captured graph.
+
+    before                                           after
+    gather = zfx.all_gather(shard, ...)              plan = zfx begin(self.plan)
+    t = aten.t(gather)                               g = zfx all_gather(plan, 0, [shard])
+    mm = aten.mm(x, t)                               (weight,) = zfx wait(plan, g)
+    ...                                              t = aten.t(weight)
+                                                     mm = aten.mm(x, t)
+                                                     zfx release([weight])
+
+The graph's inputs, outputs and compute stay as they were; only the naive operators disappear. Values are dropped by FX after
+their last use, and inputs by the boxed calling convention, so a reference never outlives its last reader.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+from zfx.ir import Bucket, Instruction, Schedule
+
+from .extract import KEPT, find_aliases, is_collective, is_gather, is_reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the two graphs of a schedule."""
+
+    schedule: Schedule
+    phase: Literal["forward", "backward"]
+
+    def instructions(self) -> Iterator[Instruction]:
+        """Those that this graph executes: up to the turn for the forward, after it for the backward."""
+        turn = self.schedule.program.turn
+        for instruction in self.schedule.instructions:
+            if turn is None or (instruction.point <= turn) == (self.phase == "forward"):
+                yield instruction
+
+
+def lower(gm: fx.GraphModule, part: Part, names: Sequence[str], plan: Any, runtime: Any) -> fx.GraphModule:
+    """A new GraphModule that runs as the schedule says.
+
+    Args:
+        names: of the parameters, by the index that the naive operators carry.
+        plan: becomes the attribute `plan` of the module: what `runtime.begin` and the collectives are given.
+        runtime: holds the functions that the new nodes call.
+    """
+    return _Lowering(gm, part, names, plan, runtime).run()
+
+
+class _Lowering:
+    def __init__(self, gm: fx.GraphModule, part: Part, names: Sequence[str], plan: Any, runtime: Any) -> None:
+        self.gm, self.part, self.names, self.plan_value, self.runtime = gm, part, names, plan, runtime
+        self.graph = fx.Graph()
+        self.graph.set_codegen(_BoxedCodeGen())
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.sizes = {p.name: p.num_elements for p in part.schedule.program.parameters}
+        self.buckets = part.schedule.buckets
+        self.gather_nodes = {self.names[n.args[2]]: n for n in gm.graph.nodes if is_gather(n)}
+        self.gradient_nodes = {self.names[n.args[2]]: n for n in gm.graph.nodes if is_reduction(n)}
+        self.values: dict[str, fx.Node] = {}
+        self.shard_grads: dict[str, fx.Node] = {}
+        self.pending: dict[int, fx.Node] = {}
+        self.aliases = find_aliases(gm, names)
+        self.made_from: dict[fx.Node, fx.Node | None] = {}  # alias -> the gathered value that its copy is a view of
+        self.plan: fx.Node | None = None
+
+    def run(self) -> fx.GraphModule:
+        todo = list(self.part.instructions())
+        first = self._first_point()
+        point = first
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder":
+                self._copy(node)
+                continue
+            if self.plan is None and todo:
+                self._begin()
+            if is_collective(node):
+                continue
+            if node.op == "output":
+                self._emit(todo, len(todo))
+                self.graph.output(fx.map_arg(node.args[0], self._resolve))
+                continue
+            if node.op == "call_function":
+                self._emit(todo, sum(1 for i in todo if i.point <= point))
+                point += 1
+            self._copy(node)
+        return self._module()
+
+    def _first_point(self) -> int:
+        turn = self.part.schedule.program.turn
+        return 0 if self.part.phase == "forward" or turn is None else turn + 1
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        copy = self.graph.node_copy(node, self._resolve)
+        if node.op == "call_function":
+            copy.target = self.runtime.plain_calls.get(copy.target, copy.target)
+        elif node.op == "placeholder" and KEPT in node.meta:
+            copy._rename(_identifier(node.meta[KEPT]))
+            self.values[node.meta[KEPT]] = copy
+        self.copies[node] = copy
+        self.made_from[node] = self.values.get(self.aliases[node]) if node in self.aliases else None
+        return copy
+
+    def _resolve(self, node: fx.Node) -> fx.Node:
+        if is_gather(node):
+            return self.values[self.names[node.args[2]]]  # type: ignore[index]
+        if is_reduction(node):
+            return self.shard_grads[self.names[node.args[2]]]  # type: ignore[index]
+        if node in self.aliases and node.op == "call_function" and self.made_from[node] is not self.values[self.aliases[node]]:
+            return self._copy(node)  # a view of a buffer that was released; the parameter has been gathered again since
+        return self.copies[node]
+
+    def _begin(self) -> None:
+        attribute = self.graph.get_attr("plan")
+        self.plan = self._call("begin", (attribute,), "begin")
+
+    def _call(self, function: str, args: tuple[Any, ...], name: str) -> fx.Node:
+        return self.graph.create_node("call_function", getattr(self.runtime, function), args, name=name)
+
+    def _emit(self, todo: list[Instruction], count: int) -> None:
+        for instruction in todo[:count]:
+            getattr(self, f"_emit_{instruction.kind}")(instruction)
+        del todo[:count]
+
+    def _bucket(self, instruction: Instruction) -> Bucket:
+        assert instruction.bucket is not None
+        return self.buckets[instruction.bucket]
+
+    def _emit_all_gather(self, instruction: Instruction) -> None:
+        bucket = self._bucket(instruction)
+        shards = [self.copies[self.gather_nodes[name].args[0]] for name in bucket.parameters]  # type: ignore[index]
+        self.pending[bucket.index] = self._call("all_gather", (self.plan, bucket.index, shards), f"gather_{bucket.index}")
+
+    def _emit_wait(self, instruction: Instruction) -> None:
+        bucket = self._bucket(instruction)
+        arrived = self._call("wait", (self.plan, self.pending.pop(bucket.index)), f"arrived_{bucket.index}")
+        for i, name in enumerate(bucket.parameters):
+            node = self.graph.create_node("call_function", operator.getitem, (arrived, i), name=_identifier(name))
+            node.meta.update(self.gather_nodes[name].meta)
+            self.values[name] = node
+
+    def _emit_release(self, instruction: Instruction) -> None:
+        freed, kept = [], []
+        for name in instruction.parameters:
+            if self._is_replicated(name):
+                continue
+            (kept if self.part.phase == "backward" and name in self.part.schedule.kept else freed).append(self.values.pop(name))
+        if freed:
+            self._call("release", (freed,), "release")
+        if kept:
+            self._call("let_go", (kept,), "let_go")
+
+    def _emit_reduce_scatter(self, instruction: Instruction) -> None:
+        bucket = self._bucket(instruction)
+        grads = [self._resolve(self.gradient_nodes[name].args[0]) for name in bucket.parameters]  # type: ignore[arg-type]
+        self.pending[bucket.index] = self._call("reduce_scatter", (self.plan, bucket.index, grads), f"reduce_{bucket.index}")
+
+    def _emit_wait_reduce(self, instruction: Instruction) -> None:
+        bucket = self._bucket(instruction)
+        reduced = self._call("wait_reduce", (self.plan, self.pending.pop(bucket.index)), f"reduced_{bucket.index}")
+        for i, name in enumerate(bucket.parameters):
+            node = self.graph.create_node("call_function", operator.getitem, (reduced, i), name=_identifier(f"{name}.grad"))
+            node.meta.update(self.gradient_nodes[name].meta)
+            self.shard_grads[name] = node
+
+    def _is_replicated(self, name: str) -> bool:
+        """A 0-dim parameter: its value is the local tensor itself and is never given back."""
+        return self.sizes[name] == 0
+
+    def _module(self) -> fx.GraphModule:
+        self.graph.lint()
+        root = torch.nn.Module()
+        root.plan = self.plan_value
+        for name, module in self.gm.named_children():
+            setattr(root, name, module)
+        for node in self.gm.graph.nodes:
+            if node.op == "get_attr" and not hasattr(root, node.target.split(".")[0]):
+                setattr(root, node.target.split(".")[0], getattr(self.gm, node.target.split(".")[0]))
+        out = fx.GraphModule(root, self.graph, class_name=f"{self.part.phase}_{len(self.part.schedule.program.steps)}_steps")
+        out.meta["zfx"] = self.part
+        return out
+
+
+def _identifier(name: str) -> str:
+    """A parameter's name as the name of a node."""
+    return re.sub(r"\W", "_", name)

@@ -1,0 +1,178 @@
+"""Where each gather is launched: as early as memory allows, then as late as time allows.
+
+    step                0    1    2    3    4
+    first read                         g
+    memory allows       .    x    x    x           earliest: point 1
+    time allows              =========g            the transfer takes two steps: launching at 1 is in time ...
+    on a faster link               ===g            ... and at 2 as well, with less memory held
+
+With the order of gathers and their releases fixed, both answers are exact, and both take linear time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+
+from zfx.ir import Schedule
+
+from .memory import byte_room, gradient_bytes
+from .timeline import Gather, Timeline, read, turn_of, with_launches, write
+from .timing import simulate
+
+
+def launch_early(schedule: Schedule) -> Schedule:
+    """Launch every gather at the earliest point at which it fits, with all that follows, under the limits.
+
+    Let K(t) be the longest prefix of the gathers that, counting what is still live at t, fits at t, and k*(t) the least of K
+    from t on. A gather g may be launched at t iff k*(t) > g; never before an earlier interval of one of its parameters has
+    ended, nor before the turn if it is for the backward.
+
+    Guarantee: no placement with this order and these releases launches any gather earlier, or has a shorter simulated time;
+    more memory never costs time. Cost: linear (going back in time, the prefix only ever shrinks).
+
+    Raises:
+        ValueError: the gathers do not even fit when they are launched at their first reads; no earlier pass leaves such.
+
+    Reference: Albers, Garg, Leonardi, *Minimizing stall time in single and parallel disk systems*, JACM 2000.
+    """
+    timeline = read(schedule)
+    fits = _longest_prefixes(timeline)
+    launches: list[int] = []
+    point = 0
+    for index, (gather, ready) in enumerate(zip(timeline.gathers, _ready_points(timeline))):
+        point = max(point, ready)
+        while point < len(fits) and fits[point] <= index:
+            point += 1
+        if point > gather.first:
+            raise ValueError(f"gather {index} does not fit the limits at its first read, step {gather.first}")
+        launches.append(point)
+    return write(with_launches(timeline, launches))
+
+
+def _ready_points(timeline: Timeline) -> list[int]:
+    """The points before which each gather must not be launched, memory aside."""
+    turn = turn_of(timeline.program)
+    ended: dict[str, int] = {}
+    ready = []
+    for gather in timeline.gathers:
+        free = max(ended.get(i.parameter.name, 0) for i in gather.members)
+        ready.append(max(free, turn + 1) if gather.first > turn else free)
+        ended.update({i.parameter.name: i.last + 1 for i in gather.members})
+    return ready
+
+
+def _longest_prefixes(timeline: Timeline) -> list[int]:
+    """k*(t) for every point: how many gathers may have been launched once point t is over."""
+    num_steps, gathers = len(timeline.program.steps), timeline.gathers
+    limit, room = timeline.limits.max_live_parameters, byte_room(timeline) - gradient_bytes(timeline)
+    arriving = _live_until(gathers)
+    elements, num_bytes = [0] * len(gathers), [0] * len(gathers)  # what each gather holds at `point` if launched by then
+    total_elements = total_bytes = 0
+    count = len(gathers)
+
+    def shrink(byte_limit: float) -> None:
+        nonlocal count, total_elements, total_bytes
+        while count and (total_elements > limit or total_bytes > byte_limit):
+            count -= 1
+            total_elements -= elements[count]
+            total_bytes -= num_bytes[count]
+
+    fits = [0] * num_steps
+    for point in range(num_steps, -1, -1):
+        for index, more_elements, more_bytes in arriving[point]:
+            elements[index] += more_elements
+            num_bytes[index] += more_bytes
+            if index < count:
+                total_elements += more_elements
+                total_bytes += more_bytes
+        if point < num_steps:
+            shrink(room.during[point])
+            fits[point] = count
+        shrink(room.before[point])
+    return fits
+
+
+def _live_until(gathers: tuple[Gather, ...]) -> dict[int, list[tuple[int, int, int]]]:
+    """By step: what is held for the last time there, as (gather, elements, bytes). A packing buffer goes at the wait."""
+    until: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for index, gather in enumerate(gathers):
+        for interval in gather.members:
+            until[interval.last].append((index, interval.parameter.num_elements, interval.parameter.num_bytes))
+        if gather.packed:
+            until[gather.first].append((index, gather.packing_elements, gather.packing_bytes))
+    return until
+
+
+def launch_late(schedule: Schedule) -> Schedule:
+    """Launch every gather as late as the simulated time allows: the same time, less memory held.
+
+    From the last gather to the first, each moves to the latest point that leaves the finish where it is. A launch is one edge of
+    the event graph, from compute at point p to the transfer. The longest path through it is
+
+        (compute reaches p)  +  transfer  +  (longest path from the transfer's end to the finish)
+
+    The first term does not depend on this gather or later ones, as each is launched at or before its own first read; the last
+    does not depend on earlier ones. So going backwards, each gather's latest point is exact without simulating again, and
+    since the finish is kept after every move, so it is after all of them.
+
+    Guarantee: the simulated finish stays (to one part in 1e9, for rounding), and no gather is launched earlier than it was. Cost:
+    O(steps + gathers * log(steps)).
+    Reference: Hutchinson, Sanders, Vitter, *Duality between prefetching and queued writing with parallel disks*, 2005.
+    """
+    timeline = read(schedule)
+    program, costs, gathers = timeline.program, timeline.program.costs, timeline.gathers
+    times = simulate(timeline)
+    deadline = times.finish_us * (1 + 1e-9)
+    reductions = _ReductionTails(timeline)
+    launches = [g.launch for g in gathers]
+    moved: dict[int, list[float]] = defaultdict(list)  # by launch point: transfer and tail of the gathers moved there
+    index, latest = len(gathers), len(program.steps)
+    queue_tail = 0.0  # the longest path from the start of the next transfer in the queue to the finish
+    tail = 0.0  # the longest path from compute, here, to the finish
+    for point in range(len(program.steps), -1, -1):
+        if point < len(program.steps):
+            tail += program.steps[point].duration_us
+        while index and gathers[index - 1].first == point:
+            index -= 1
+            queue_tail = costs.collective_us(gathers[index].num_bytes) + max(queue_tail, tail)
+            latest = min(latest, point)
+            in_time = bisect_right(times.launch_us, deadline - queue_tail, hi=latest + 1) - 1
+            latest = launches[index] = max(launches[index], in_time)
+            moved[latest].append(queue_tail)
+        tail = max(tail, *moved[point]) if moved[point] else tail
+        tail = reductions.pass_point(point, tail)
+    return write(with_launches(timeline, launches))
+
+
+class _ReductionTails:
+    """Longest paths to the finish that lead through reductions, taken point by point from the last to the first."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._costs, self._reductions = timeline.program.costs, timeline.reductions
+        self._launched = self._waited = len(timeline.reductions)
+        self._ends = [0.0] * len(timeline.reductions)  # the longest path from the end of each to the finish
+        self._queue_tail = 0.0
+
+    def pass_point(self, point: int, tail: float) -> float:
+        """From the tail of compute after this point's reductions to the tail before them."""
+        reductions = self._reductions
+        while self._launched and reductions[self._launched - 1].launch == point:
+            self._launched -= 1
+            tail = self._pass_waits(point, point, tail)
+            end = max(self._ends[self._launched], self._queue_tail)
+            self._queue_tail = self._costs.collective_us(reductions[self._launched].num_bytes) + end
+            tail = max(tail, self._queue_tail)
+        return self._pass_waits(point, -1, tail)
+
+    def _pass_waits(self, point: int, launch: int, tail: float) -> float:
+        """What is waited for at this point: those launched here too (one at a time), or those launched before."""
+        while self._waited and self._reductions[self._waited - 1].wait == point:
+            index = self._waited - 1
+            if (launch >= 0) != (self._reductions[index].launch == point) or (launch >= 0 and index != self._launched):
+                break
+            self._waited -= 1
+            self._ends[index] = tail
+        return tail
+
+

@@ -1,0 +1,193 @@
+"""What a pass thinks in: live intervals, in gathers, and reductions. Read from a schedule, written back as instructions.
+
+A `Schedule` is what runs: a row of instructions. To decide, a pass wants the same facts by parameter:
+
+    step         0    1    2    3    4    5    6
+    reads        a    a    b    -    b    a
+    interval a   [====]                   [===]         two intervals: a is gathered twice
+    interval b             [==========]                 one interval: b is kept from step 2 to step 4
+
+`read` and `write` are inverse to each other on every schedule that a pass returns. Both are linear in the schedule's size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from zfx.ir import Bucket, Instruction, Kind, Limits, Parameter, Program, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One parameter gathered once: live for all its reads from step `first` to step `last`.
+
+    `last` is `len(steps)` for what is never released.
+    """
+
+    parameter: Parameter
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Intervals that are launched together at point `launch`; those in `packed` travel in one packing buffer."""
+
+    members: tuple[Interval, ...]
+    launch: int
+    packed: tuple[Interval, ...] = ()
+
+    @property
+    def first(self) -> int:
+        """The first read of the first member: the point where all members are waited for."""
+        return self.members[0].first
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(i.parameter.num_bytes for i in self.members)
+
+    @property
+    def packing_bytes(self) -> int:
+        return sum(i.parameter.num_bytes for i in self.packed)
+
+    @property
+    def packing_elements(self) -> int:
+        return sum(i.parameter.num_elements for i in self.packed)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Gradients whose reduction is launched together at point `launch` and waited for at point `wait`."""
+
+    members: tuple[Parameter, ...]
+    launch: int
+    wait: int
+    packed: tuple[Parameter, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(p.grad_bytes for p in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A schedule by parameter. Gathers stand in launch order, which is first-read order; reductions in completion order."""
+
+    program: Program
+    limits: Limits
+    gathers: tuple[Gather, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
+
+
+def turn_of(program: Program) -> int:
+    """The turn step; `len(steps)` without a backward, so that every point is one of the forward's."""
+    turn = program.turn
+    return len(program.steps) if turn is None else turn
+
+
+def unique(names: Iterable[str]) -> tuple[str, ...]:
+    """Each name once, in order of first appearance."""
+    return tuple(dict.fromkeys(names))
+
+
+def reads_of(program: Program) -> dict[str, list[int]]:
+    """The steps that read each parameter, ascending."""
+    reads: dict[str, list[int]] = defaultdict(list)
+    for t, step in enumerate(program.steps):
+        for name in unique(step.reads):
+            reads[name].append(t)
+    return reads
+
+
+def completions_of(program: Program) -> list[tuple[Parameter, ...]]:
+    """The gradients that each step completes. A gradient that several steps name is complete at the last of them."""
+    parameters = {p.name: p for p in program.parameters}
+    last = {name: t for t, step in enumerate(program.steps) for name in step.completes}
+    return [tuple(parameters[n] for n in unique(s.completes) if last[n] == t) for t, s in enumerate(program.steps)]
+
+
+def below_threshold(sizes: Iterable[tuple[int, object]], threshold: int) -> list[object]:
+    """The members smaller than the threshold, if there are at least two: one alone gains nothing from a pack."""
+    small = [member for size, member in sizes if size < threshold]
+    return small if len(small) > 1 else []
+
+
+def read(schedule: Schedule) -> Timeline:
+    """The schedule by parameter. Expects a schedule that the verifier accepts."""
+    program = schedule.program
+    parameters = {p.name: p for p in program.parameters}
+    reads = reads_of(program)
+    launches: dict[int, int] = {}
+    waits: dict[int, int] = {}
+    owner: dict[str, tuple[int, str]] = {}
+    last: dict[tuple[int, str], int] = {}
+    for instruction in schedule.instructions:
+        if instruction.bucket is None:
+            last.update({owner[name]: instruction.point - 1 for name in instruction.parameters})
+        elif instruction.kind in ("all_gather", "reduce_scatter"):
+            launches[instruction.bucket] = instruction.point
+            if instruction.kind == "all_gather":
+                owner.update({name: (instruction.bucket, name) for name in instruction.parameters})
+        else:
+            waits[instruction.bucket] = instruction.point
+    gathers, reductions = [], []
+    for bucket in schedule.buckets:
+        launch, packed = launches[bucket.index], set(bucket.packed)
+        if bucket.kind == "all_gather":
+            members = []
+            for name in bucket.parameters:
+                first = reads[name][bisect_left(reads[name], launch)]
+                members.append(Interval(parameters[name], first, last.get((bucket.index, name), len(program.steps))))
+            gathers.append(Gather(tuple(members), launch, tuple(i for i in members if i.parameter.name in packed)))
+        else:
+            gradients = tuple(parameters[name] for name in bucket.parameters)
+            reductions.append(Reduction(gradients, launch, waits[bucket.index], tuple(p for p in gradients if p.name in packed)))
+    return Timeline(program, schedule.limits, tuple(gathers), tuple(reductions))
+
+
+def write(timeline: Timeline) -> Schedule:
+    """The timeline as instructions.
+
+    The order at a point is the one that holds least. What frees comes first, what allocates last:
+
+        release  ->  wait_reduce  ->  reduce_scatter (each with its wait_reduce, if that is due here)  ->  all_gather  ->  wait
+
+    `release` stands before `wait_reduce` because it never blocks; launches stand before `wait` so that the next
+    bucket is in the queue while this one is waited for.
+    """
+    num_steps, turn = len(timeline.program.steps), turn_of(timeline.program)
+    buckets: list[Bucket] = []
+    sections: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
+    released: dict[int, list[str]] = defaultdict(list)
+    kept: list[str] = []
+
+    def put(section: int, kind: Kind, point: int) -> None:
+        sections[point, section].append(Instruction(kind, point, buckets[-1].parameters, buckets[-1].index))
+
+    for gather in timeline.gathers:
+        names = tuple(i.parameter.name for i in gather.members)
+        buckets.append(Bucket(len(buckets), "all_gather", names, tuple(i.parameter.name for i in gather.packed)))
+        put(3, "all_gather", gather.launch)
+        put(4, "wait", gather.first)
+        for interval in gather.members:
+            if interval.last < num_steps:
+                released[interval.last + 1].append(interval.parameter.name)
+            if turn < num_steps and interval.first <= turn <= interval.last:
+                kept.append(interval.parameter.name)
+    for reduction in timeline.reductions:
+        names = tuple(p.name for p in reduction.members)
+        buckets.append(Bucket(len(buckets), "reduce_scatter", names, tuple(p.name for p in reduction.packed)))
+        put(2, "reduce_scatter", reduction.launch)
+        put(2 if reduction.wait == reduction.launch else 1, "wait_reduce", reduction.wait)
+    for point, members in released.items():
+        sections[point, 0].append(Instruction("release", point, tuple(members)))
+    instructions = tuple(instruction for key in sorted(sections) for instruction in sections[key])
+    return Schedule(timeline.program, timeline.limits, tuple(buckets), instructions, tuple(kept))
+
+
+def with_launches(timeline: Timeline, launches: Iterable[int]) -> Timeline:
+    """The same gathers, launched at other points."""
+    return replace(timeline, gathers=tuple(replace(g, launch=p) for g, p in zip(timeline.gathers, launches)))

@@ -1,0 +1,57 @@
+"""Every private or moving torch name that zfx stands on, in one place. Tested on torch 2.11 to 2.14 where available."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import default_partition
+from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch._dynamo.decorators import nonstrict_trace
+from torch.fx.graph import _BoxedCodeGen
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils.checkpoint import CheckpointPolicy
+
+# torch 2.13 renamed the tensor forms of these collectives and warns about the old names
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+dynamo_errors: tuple[type[BaseException], ...] = (
+    torch._dynamo.exc.TorchDynamoException,
+    torch._dynamo.exc.FailOnRecompileLimitHit if hasattr(torch._dynamo.exc, "FailOnRecompileLimitHit")
+    else torch._dynamo.exc.TorchDynamoException,
+)
+
+
+def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around `local` without checks, communication or autograd; for gradients and new parameters."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def dtensor_spec(mesh: Any, placement: Any, shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return DTensorSpec(mesh, (placement,), TensorMeta(torch.Size(shape), tuple(reversed(strides)), dtype))
+
+
+def default_store() -> Any:
+    return _get_default_store()
+
+
+def recompile_limit() -> int:
+    return torch._dynamo.config.recompile_limit
+
+
+__all__ = [
+    "CheckpointPolicy", "DTensorSpec", "StorageWeakRef", "_BoxedCodeGen", "_coalescing_manager", "_reparametrize_module",
+    "all_gather_single", "aot_autograd", "default_partition", "default_store", "dtensor_spec", "dynamo_errors",
+    "make_dtensor", "nonstrict_trace", "recompile_limit", "reduce_scatter_single",
+]

@@ -1,0 +1,156 @@
+"""Ranks agree before an execution begins, or every one of them raises `RankMismatch`.
+
+Before the first collective of an execution each rank contributes a short digest of what it is about to run to one tiny
+all-reduce (the largest digest and the largest negated digest: equal and opposite where all agree). It travels on a gloo group of
+its own, so no device waits for it. Only where ranks differ, or one does not come, is more said: through the store that the
+process group was made with, every rank that is still there leaves its description, and reads the others'.
+
+[Note: slow is not gone] A rank that compiles a new graph is late, not gone: it says so in the store, and the others' patience
+starts anew while it does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import RankMismatch
+
+_GRACE_S = 3.0  # how long a rank that has failed waits for the others' last words
+_COMPILE_S = 1800.0  # patience with a rank that says that it compiles
+
+
+class Agreement:
+    """One group of ranks that start every execution together.
+
+    Args:
+        group: a gloo group of these ranks, used for nothing else.
+        store: the key-value store of the default process group.
+        key: prefix in the store, the same on every rank and unique to this object.
+        timeout_s: how long to wait for a rank that does not come.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: Any, key: str, timeout_s: float) -> None:
+        self.group, self.store, self.key, self.timeout_s = group, store, key, timeout_s
+        self.rank, self.world_size = group.rank(), group.size()
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self.count = 0
+        self.broken: RankMismatch | None = None
+
+    def begin(self, digest: int, description: Sequence[str]) -> None:
+        """Return once every rank has come here with the same digest.
+
+        Raises:
+            RankMismatch: a rank runs something else, or did not come within the timeout.
+        """
+        if self.broken is not None:
+            raise RankMismatch(f"an earlier execution ended in a RankMismatch, nothing can run after it: {self.broken}",
+                               ranks=self.broken.ranks, first_difference=self.broken.first_difference)
+        if self.world_size == 1:
+            return
+        self.count += 1
+        vote = torch.tensor([digest, -digest])
+        self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group, async_op=True), description)
+        if int(vote[0]) != -int(vote[1]):
+            self._fail(description, f"ranks are about to run different plans (execution {self.count})")
+
+    def compiling(self, busy: bool) -> None:
+        """Tell the others that this rank is compiling, or has stopped."""
+        if self.world_size > 1:
+            self.store.set(f"{self.key}/compiling/{self.rank}", "1" if busy else "0")
+
+    def lost(self, error: BaseException, description: Sequence[str]) -> RankMismatch:
+        """A collective of the running execution failed: find out who is gone."""
+        return self._diagnose(description, f"a collective failed ({_first_line(error)})")
+
+    def _finish(self, work: Any, description: Sequence[str]) -> None:
+        # the all-reduce itself may take for ever; patience is counted here, because a gloo operation that ran into its own
+        # timeout can't be waited for again
+        patience, end = time.monotonic() + self.timeout_s, time.monotonic() + self.timeout_s + _COMPILE_S
+        while True:
+            left = patience - time.monotonic()
+            try:
+                work.wait(timedelta(seconds=max(0.05, min(left, 5.0))))
+                return
+            except RuntimeError as error:
+                if work.is_completed() and "imed out" not in str(error):
+                    self._fail(description, f"a rank left before execution {self.count} ({_first_line(error)})")
+                if work.is_completed():
+                    return
+            if self._someone_compiles():
+                patience = min(end, time.monotonic() + self.timeout_s)
+            if time.monotonic() > patience:
+                self._fail(description, f"a rank did not start execution {self.count} within {self.timeout_s:g} s")
+
+    def _someone_compiles(self) -> bool:
+        try:
+            keys = [f"{self.key}/compiling/{r}" for r in range(self.world_size)]
+            return any(self.store.check([k]) and self.store.get(k) == b"1" for k in keys)
+        except Exception:  # the store is gone with the rank that held it
+            return False
+
+    def _fail(self, description: Sequence[str], what: str) -> None:
+        raise self._diagnose(description, what)
+
+    def _diagnose(self, description: Sequence[str], what: str) -> RankMismatch:
+        theirs = self._last_words(description)
+        missing = [r for r in range(self.world_size) if r not in theirs]
+        different = [r for r, words in theirs.items() if words != list(description)]
+        if missing:
+            names = ", ".join(f"rank {self.global_ranks[r]}" for r in missing)
+            text = (f"{what}: {names} did not come. It raised an error, ran out of data, took another path or died; see its own "
+                    f"output. This rank ({self.global_ranks[self.rank]}) was about to run {description[0]}.")
+            error = RankMismatch(text, ranks=[self.global_ranks[r] for r in missing], first_difference="missing")
+        elif different:
+            other = different[0]
+            mine_line, their_line = _first_difference(description, theirs[other])
+            text = (f"{what}: rank {self.global_ranks[self.rank]} has {mine_line!r} where rank {self.global_ranks[other]} has "
+                    f"{their_line!r}. Every rank must use the same parameters in the same order; a branch that depends on a "
+                    f"rank's own data must use the same modules on every rank.")
+            error = RankMismatch(text, ranks=[self.global_ranks[r] for r in different],
+                                 first_difference=f"{mine_line} / {their_line}")
+        else:
+            error = RankMismatch(f"{what}; every rank is there and has the same plan: the network or a collective failed",
+                                 first_difference="none")
+        self.broken = error
+        return error
+
+    def _last_words(self, description: Sequence[str]) -> dict[int, list[str]]:
+        """What every rank that is still there was about to run, by rank."""
+        theirs = {self.rank: list(description)}
+        try:
+            self.store.set(f"{self.key}/last/{self.rank}", json.dumps(list(description)))
+            end = time.monotonic() + _GRACE_S
+            while len(theirs) < self.world_size and time.monotonic() < end:
+                for rank in range(self.world_size):
+                    key = f"{self.key}/last/{rank}"
+                    if rank not in theirs and self.store.check([key]):
+                        theirs[rank] = json.loads(self.store.get(key))
+                time.sleep(0.02)
+        except Exception:  # the store went with rank 0: those who left no words count as missing
+            pass
+        return theirs
+
+
+def digest_of(description: Sequence[str]) -> int:
+    """62 bits of SHA-256, so that it and its negation fit an int64."""
+    return int.from_bytes(hashlib.sha256("\n".join(description).encode()).digest()[:8], "big") >> 2
+
+
+def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
+    for a, b in zip(mine, theirs):
+        if a != b:
+            return a, b
+    shorter = min(len(mine), len(theirs))
+    return (mine[shorter] if len(mine) > shorter else "the end"), (theirs[shorter] if len(theirs) > shorter else "the end")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,173 @@
+"""`zfx.compile`: the front door."""
+
+from __future__ import annotations
+
+import gc
+import os
+import types
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .engine import Engine, channels_for
+from .handle import Handle
+from .ir import CostModel
+from .leaf import make_leaves
+from .limits import Limits
+from .shard import layout_of, shard_parameters, unique_parameters
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def compile(model: M, world_size: int | None = None, *, mesh: DeviceMesh | None = None, limits: Limits | None = None,
+            costs: CostModel | None = None, leaf_modules: Sequence[type[nn.Module] | nn.Module] = (), timeout: float = 60.0) -> M:
+    """Shard a model's parameters in place and run its forward and backward by a compiled ZeRO-3 schedule.
+
+    The same object comes back: its class becomes a subclass of its own, every parameter a `DTensor` sharded over rows under its
+    own name (0-dim parameters are replicated). Nothing is wrapped and no hook is set. The first call with new inputs captures
+    and plans; gradients arrive as DTensors, averaged over ranks as in DDP.
+
+    Args:
+        model: any `nn.Module`. Its parameters must be whole and the same on every rank.
+        world_size: number of ranks; must be the process group's. Default: the process group's, or torchrun's WORLD_SIZE, or 1.
+            Where there is no process group and no torchrun, the model can be planned for any `world_size`, but only run for 1.
+        mesh: a 1-D DeviceMesh to shard over. Default: all ranks.
+        limits: bounds of the schedule. Default: DeepSpeed's defaults, see `Limits`.
+        costs: what compute and communication cost, see `CostModel`.
+        leaf_modules: classes or instances whose forward can't be traced (RNNs, data-dependent experts): they run eagerly as one
+            opaque node, and again in the backward; their parameters are gathered before and released after.
+        timeout: seconds that ranks wait for one that does not come, before all raise `RankMismatch`.
+
+    Raises:
+        ValueError: `world_size` differs from the process group's, the mesh is not 1-D, the model is compiled already, a
+            parameter has hooks or is held by an optimizer.
+        TypeError: an argument of the wrong type.
+
+    Example:
+        >>> import torch, zfx
+        >>> model = zfx.compile(torch.nn.Linear(4, 2), world_size=64)
+        >>> len(model.zfx.plan(torch.randn(3, 4)).buckets)
+        2
+    """
+    _check_arguments(model, world_size, mesh, limits, timeout)
+    mesh, world_size = _find_ranks(world_size, mesh)
+    _check_model(model)
+    limits, costs = limits or Limits(), costs or CostModel()
+    entries = list(unique_parameters(model))
+    layouts = [layout_of(name, param, world_size) for name, param, _ in entries]
+    slots = [(owners[0][0]._parameters, owners[0][1]) for _, _, owners in entries]
+    make_leaves(model, leaf_modules)
+    channels = None
+    if mesh is not None:
+        channels = channels_for(mesh, timeout)
+        device = _device(mesh)
+        shard_parameters(model, layouts, mesh, device)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device and buffer.device.type != "meta":
+                    module._buffers[name] = buffer.to(device)
+    base = type(model)
+    engine = Engine(base.__name__, layouts, slots, base.forward, world_size, limits, costs, channels)
+    model.__dict__["_zfx_engine"] = engine
+    model.__class__ = _subclass(base)
+    return model
+
+
+def _subclass(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the model's own class that calls through the engine. Made anew each time: it must not outlive the model."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_zfx_engine"](self, args, kwargs)
+
+    forward.__signature__ = __import__("inspect").signature(base.forward)  # type: ignore[attr-defined]
+
+    def body(namespace: dict[str, Any]) -> None:
+        namespace.update(forward=forward, zfx=property(lambda self: Handle(self, self.__dict__["_zfx_engine"])),
+                         __module__=base.__module__, __doc__=base.__doc__, __qualname__=base.__qualname__)
+
+    return types.new_class(base.__name__, (base,), exec_body=body)
+
+
+def _check_arguments(model: Any, world_size: Any, mesh: Any, limits: Any, timeout: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"zfx.compile takes an nn.Module, got {type(model).__name__}")
+    if limits is not None and not isinstance(limits, Limits):
+        raise TypeError(f"limits must be a zfx.Limits, got {type(limits).__name__}; Limits.from_deepspeed reads a DeepSpeed config")
+    if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
+        raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f"mesh must be 1-D (shard), got {mesh.ndim} dimensions; a replicate x shard mesh is not supported yet")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be above 0 seconds, got {timeout!r}")
+
+
+def _check_model(model: nn.Module) -> None:
+    if "_zfx_engine" in model.__dict__:
+        raise ValueError("this model is compiled by zfx already")
+    for prefix, module in model.named_modules():
+        if module is not model and "_zfx_engine" in module.__dict__:
+            raise ValueError(f"the submodule {prefix!r} is compiled by zfx already; compile the outermost model only")
+    params = {}
+    for name, param, _ in unique_parameters(model):
+        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+            raise ValueError(f"parameter {name!r} is not initialised yet: run the lazy module once before zfx.compile")
+        if hasattr(param, "_local_tensor"):
+            raise ValueError(f"parameter {name!r} is a DTensor already: zfx shards plain parameters")
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise ValueError(f"parameter {name!r} has a hook that was registered before zfx.compile; it would see this rank's shard of "
+                             f"the gradient instead of all rows. Register hooks after zfx.compile, and let them work on DTensors")
+        params[id(param)] = name
+    _check_optimizers(params)
+
+
+def _check_optimizers(params: dict[int, str]) -> None:
+    """An optimizer built before would go on stepping the old, whole parameters: the model would never move."""
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.optim.Optimizer):  # not isinstance: asking a lazy object for its class may load it
+            continue
+        for group in getattr(thing, "param_groups", ()):
+            for p in group["params"]:
+                if id(p) in params:
+                    raise ValueError(f"the optimizer {type(thing).__name__} was built before zfx.compile and holds the whole parameter "
+                                     f"{params[id(p)]!r}; build it after zfx.compile, from model.parameters()")
+
+
+def _find_ranks(world_size: int | None, mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, int]:
+    """The mesh to shard over, or None where the model can only be planned."""
+    if mesh is None:
+        if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            _start_from_torchrun()
+        elif not dist.is_initialized() and (world_size or 1) == 1:
+            _start_alone()
+        if not dist.is_initialized():
+            assert world_size is not None
+            return None, world_size
+        mesh = init_device_mesh(_device_type(), (dist.get_world_size(),))
+    if world_size is not None and world_size != mesh.size():
+        raise ValueError(f"world_size={world_size}, but the process group has {mesh.size()} ranks")
+    return mesh, mesh.size()
+
+
+def _start_from_torchrun() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("gloo")
+
+
+def _start_alone() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+
+
+def _device_type() -> str:
+    return "cuda" if "nccl" in dist.get_backend() else "cpu"
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)

@@ -1,0 +1,147 @@
+"""A bucket at run time: which transfers one launch makes, and how small tensors are packed and unpacked.
+
+    direct   the parameter's own gathered storage is what the wire fills: nothing is copied
+    packed   (one pack a dtype)   shards -> one flat buffer -> wire -> (world, total) buffer -> each parameter's storage
+    0-dim    replicated: its value is the local tensor itself, nothing travels; its gradient is averaged to every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .shard import Layout, padded
+from .wire import Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Members (by position in the bucket) of one dtype, and where each begins in every rank's part of the buffer."""
+
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    total: int
+    dtype: torch.dtype
+
+
+class Transfers:
+    """What a bucket of `layouts` sends. Built once when a graph is lowered; holds no state of a run."""
+
+    def __init__(self, layouts: Sequence[Layout], packed: Sequence[bool]) -> None:
+        self.layouts = tuple(layouts)
+        self.replicated = tuple(i for i, layout in enumerate(layouts) if layout.replicated)
+        sharded = [i for i, layout in enumerate(layouts) if not layout.replicated]
+        self.direct = tuple(i for i in sharded if not packed[i])
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i in sharded:
+            if packed[i]:
+                by_dtype.setdefault(layouts[i].dtype, []).append(i)
+        self.packs = tuple(_pack(members, layouts, dtype) for dtype, members in by_dtype.items())
+
+    def all_gather(self, wire: Wire, shards: Sequence[torch.Tensor]) -> Gathering:
+        """Allocate every member's whole storage and the packs, and launch."""
+        layouts = self.layouts
+        stores = [shard if layout.replicated else shard.new_empty(layout.padded_numel) for layout, shard in zip(layouts, shards)]
+        outs = [stores[i].view(wire.world_size, -1) if stores[i].numel() else stores[i].view(wire.world_size, 0) for i in self.direct]
+        ins = [padded(layouts[i], shards[i]) for i in self.direct]
+        buffers = []
+        for pack in self.packs:
+            buffer = torch.empty((wire.world_size, pack.total), dtype=pack.dtype, device=shards[pack.members[0]].device)
+            own = buffer[wire.rank]
+            torch._foreach_copy_(
+                [own[at : at + shards[i].numel()] for i, at in zip(pack.members, pack.offsets)],
+                [shards[i].reshape(-1) for i in pack.members])
+            buffers.append(buffer)
+            outs.append(buffer)
+            ins.append(own)
+        return Gathering(self, stores, buffers, wire.all_gather(outs, ins))
+
+    def unpack(self, stores: list[torch.Tensor], buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+        for pack, buffer in zip(self.packs, buffers):
+            world_size = buffer.shape[0]
+            into, out_of = [], []
+            for i, at in zip(pack.members, pack.offsets):
+                n = self.layouts[i].chunk_numel
+                into.append(stores[i].view(world_size, n))
+                out_of.append(buffer[:, at : at + n])
+            torch._foreach_copy_(into, out_of)
+        return [store if layout.replicated else store[: layout.numel].view(layout.shape) for layout, store in zip(self.layouts, stores)]
+
+    def reduce_scatter(self, wire: Wire, grads: Sequence[torch.Tensor]) -> Reducing:
+        """Launch the mean over ranks of whole gradients. Direct ones are read where they lie, if they are contiguous."""
+        flat = [grad.reshape(-1) for grad in grads]  # a view of a contiguous gradient, else a copy
+        ins = [flat[i] for i in self.direct]
+        sizes = [self.layouts[i].chunk_numel for i in self.direct]
+        for pack in self.packs:
+            ins.append(self._fill(pack, flat, wire.world_size))
+            sizes.append(pack.total)
+        return Reducing(self, wire.rank, wire.reduce_scatter(ins, sizes), wire.all_reduce([flat[i] for i in self.replicated]))
+
+    def _fill(self, pack: Pack, flat: list[torch.Tensor], world_size: int) -> torch.Tensor:
+        buffer = torch.empty((world_size, pack.total), dtype=pack.dtype, device=flat[pack.members[0]].device)
+        into, out_of = [], []
+        for i, at in zip(pack.members, pack.offsets):
+            n, grad = self.layouts[i].chunk_numel, flat[i]
+            if grad.numel() == n * world_size:
+                into.append(buffer[:, at : at + n])
+                out_of.append(grad.view(world_size, n))
+                continue
+            for rank in range(world_size):
+                part = grad[rank * n : (rank + 1) * n]
+                into.append(buffer[rank, at : at + part.numel()])
+                out_of.append(part)
+                buffer[rank, at + part.numel() : at + n].zero_()
+        torch._foreach_copy_(into, out_of)
+        return buffer.view(-1)
+
+    def split(self, rank: int, parts: list[torch.Tensor], whole: list[torch.Tensor]) -> list[torch.Tensor]:
+        """One shard a member, in the bucket's order, out of what the wire returned."""
+        shards: list[torch.Tensor | None] = [None] * len(self.layouts)
+        for i, part in zip(self.direct, parts):
+            shards[i] = part
+        for pack, part in zip(self.packs, parts[len(self.direct) :]):
+            for i, at in zip(pack.members, pack.offsets):
+                shards[i] = part[at : at + self.layouts[i].chunk_numel]
+        for i, part in zip(self.replicated, whole):
+            shards[i] = part
+        out = []
+        for layout, shard in zip(self.layouts, shards):
+            assert shard is not None
+            shape = layout.local_shape(rank)
+            out.append(shard[: shape[0] * layout.row_numel].view(shape) if shape else shard.view(()))
+        return out
+
+
+class Gathering:
+    """A gather under way."""
+
+    __slots__ = ("_arrive", "buffers", "stores", "transfers")
+
+    def __init__(self, transfers: Transfers, stores: list[torch.Tensor], buffers: list[torch.Tensor], arrive: Callable[[], None]) -> None:
+        self.transfers, self.stores, self.buffers, self._arrive = transfers, stores, buffers, arrive
+
+    def wait(self) -> list[torch.Tensor]:
+        self._arrive()
+        return self.transfers.unpack(self.stores, self.buffers)
+
+
+class Reducing:
+    """A reduction under way. Holds what the wire still reads."""
+
+    __slots__ = ("_parts", "_rank", "_transfers", "_whole")
+
+    def __init__(self, transfers: Transfers, rank: int, parts: Callable[[], list[torch.Tensor]], whole: Callable[[], list[torch.Tensor]]) -> None:
+        self._transfers, self._rank, self._parts, self._whole = transfers, rank, parts, whole
+
+    def wait(self) -> list[torch.Tensor]:
+        return self._transfers.split(self._rank, self._parts(), self._whole())
+
+
+def _pack(members: list[int], layouts: Sequence[Layout], dtype: torch.dtype) -> Pack:
+    offsets, total = [], 0
+    for i in members:
+        offsets.append(total)
+        total += layouts[i].chunk_numel
+    return Pack(tuple(members), tuple(offsets), total, dtype)

@@ -1,0 +1,125 @@
+"""Capture: torch.compile with a backend of ours, and its failures in the user's words.
+
+    Dynamo graph -> AOTAutograd's joint graph -> partition -> extract -> plan -> verify -> lower -> GraphModules
+
+Nothing here communicates: ranks may capture at different moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from . import build
+from ._compat import aot_autograd, dynamo_errors, recompile_limit
+from .build import Planned
+from .errors import CaptureError, ZfxError
+from .ops import ALL_GATHER
+from .partition import partition
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+log = logging.getLogger("zfx")
+
+
+def compiled(engine: Engine) -> Callable[..., Any]:
+    """`engine.traced` under torch.compile, whole graph or error."""
+    ignore = torch._dynamo.config.ignore_logging_functions
+    ignore.update(getattr(logging.Logger, level) for level in ("debug", "info", "warning", "error", "critical", "exception", "log"))
+    return torch.compile(engine.traced, fullgraph=True, backend=_Backend(engine))
+
+
+class _Backend:
+    """Called by Dynamo with each graph that it captures. Holds the engine weakly: Dynamo may keep a backend for long."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        engine = self._engine()
+        assert engine is not None
+        _check_captured(engine, gm, example_inputs)
+        agreement = engine.channels.agreement if engine.channels else None
+        if agreement:
+            agreement.compiling(True)
+        try:
+            return aot_autograd(
+                fw_compiler=lambda g, _: build.compile_part(engine, g),
+                bw_compiler=lambda g, _: build.compile_part(engine, g),
+                inference_compiler=lambda g, _: build.compile_inference(engine, g),
+                partition_fn=lambda joint, inputs, **options: partition(engine, joint, inputs, **options),
+            )(gm, example_inputs)
+        finally:
+            if agreement:
+                agreement.compiling(False)
+
+
+def _check_captured(engine: Engine, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    for value in example_inputs:
+        if isinstance(value, nn.Parameter):
+            raise CaptureError(
+                f"the forward of {engine.model_name} reads a parameter of shape {tuple(value.shape)} that is not one of the model's "
+                "as they were when it was compiled", advice="add parameters before zfx.compile, or compile the model anew after adding them")
+    for node in gm.graph.nodes:
+        if node.target is ALL_GATHER and getattr(node.meta.get("example_value"), "_version", 0) > 0:
+            name = engine.layouts[node.args[2]].name
+            raise CaptureError(
+                f"the forward changes parameter {name!r} in place; the change would be made to a gathered copy and lost",
+                advice=f"make the change between steps, inside `with model.zfx.gathered([{name!r}], writeback=True):`")
+
+
+@contextlib.contextmanager
+def explained(engine: Engine) -> Iterator[None]:
+    """Turn what torch.compile raises into a `CaptureError` that names the user's line, or into our own error that it wraps."""
+    try:
+        with warnings.catch_warnings():
+            yield
+    except ZfxError:
+        raise
+    except dynamo_errors as error:
+        inner: BaseException | None = error
+        while inner is not None:
+            if isinstance(inner, (ZfxError, Planned)):
+                raise inner from None
+            inner = getattr(inner, "inner_exception", None) or inner.__cause__
+        raise _capture_error(error) from error
+
+
+_ADVICE = {
+    "recompile": (
+        "The forward was captured anew too often: a Python value that it reads (a counter on a module, a float argument) changes "
+        "at every call. Make it a tensor or a buffer, or keep it out of forward."),
+    "default": (
+        "Rewrite that line so that it can be traced (torch.cond for a branch on data, tensor operations instead of .item() or "
+        "numpy), or name the module that holds it in zfx.compile(..., leaf_modules=[...]): it then runs eagerly as one node."),
+}
+
+
+def _capture_error(error: BaseException) -> CaptureError:
+    text = str(error).strip()
+    limit = "ecompile limit" in text or "recompile_limit" in text or type(error).__name__ == "FailOnRecompileLimitHit"
+    reason = f"recompiled more than {recompile_limit()} times" if limit else _first_sentences(text)
+    return CaptureError(reason, location=_location(error), advice=_ADVICE["recompile" if limit else "default"])
+
+
+def _first_sentences(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    wanted = [line for line in lines if line.startswith(("Explanation:", "Hint:"))][:2]
+    return " ".join([lines[0] if lines else "unknown", *wanted])
+
+
+def _location(error: BaseException) -> str | None:
+    """The innermost frame of the user's own code: neither torch's nor ours."""
+    frames: list[traceback.FrameSummary] = list(getattr(error, "real_stack", None) or [])
+    own = [f for f in frames if "/torch/" not in f.filename and "/zfx/" not in f.filename]
+    last = (own or frames)[-1:] if frames else []
+    return f"{last[0].filename}:{last[0].lineno} in {last[0].name}" if last else None

@@ -1,0 +1,393 @@
+"""A schedule as data: JSON that reads back exactly, a networkx graph, DOT and GraphML. docs/schedule-format.md is the reference.
+
+The graph says what must happen before what. Steps, `wait`, `release` and `wait_reduce` stand in a row on the compute stream; each
+collective stands on its own stream, between the compute node after which it is launched and the one that waits for it:
+
+    compute   ... step ------> step ------> wait ------> step ------> release ...
+                    | launch                  ^  | reads   ^  | release after last read
+    gather          +-----> all_gather -------+  +---------+  ...
+                                       arrival
+
+An edge for a wait, or for a gradient, is drawn wherever its two ends stand: a schedule that waits for a later launch has a cycle.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import json
+import math
+import operator
+import os
+import re
+import reprlib
+import secrets
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import networkx as nx
+
+from .ir import Bucket, CostModel, Instruction, Parameter, Program, Schedule, Step
+from .limits import Limits
+from .text import by_point, collective_us, printable, shorten
+
+FORMAT = "zfx.schedule"
+VERSION = 1
+
+_RECORDS = (Schedule, Program, Parameter, Step, CostModel, Limits, Bucket, Instruction)
+_STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce"}
+_COLORS = {
+    "step": "white",
+    "all_gather": "lightblue",
+    "wait": "lightcyan",
+    "release": "lightgrey",
+    "reduce_scatter": "orange",
+    "wait_reduce": "moccasin",
+}
+_EDGE_STYLES = {
+    "program order": "color=grey40",
+    "launch": "color=steelblue, style=dashed",
+    "arrival": "color=steelblue, penwidth=2",
+    "reads": "color=forestgreen, constraint=false",
+    "release after last read": "color=grey60, style=dotted, constraint=false",
+    "gathered again": "color=purple, style=dotted, constraint=false",
+    "completes": "color=orangered",
+}
+_NOT_IN_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def to_dict(schedule: Schedule) -> dict[str, Any]:
+    """The schedule as plain dicts, lists, strings and numbers: what `to_json` writes.
+
+    Raises:
+        ValueError: a value is not of the type that its field declares, or a name is not valid Unicode.
+    """
+    return {"format": FORMAT, "version": VERSION, **_encode(schedule, Schedule, "schedule")}
+
+
+def from_dict(data: Mapping[str, Any]) -> Schedule:
+    """The schedule that `to_dict` took apart. It is checked for form only; whether it is a good schedule is for the verifier.
+
+    Raises:
+        ValueError: not this format, a newer version, a field is missing, unknown or of a wrong type, or the program itself is
+            not possible. The message names the place, e.g. `schedule.program.steps[3].phase`.
+    """
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, Mapping) else data
+        raise ValueError(f'not a zfx schedule: "format" must be "{FORMAT}", got {_brief(found)}')
+    version = data.get("version")
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise ValueError(f'"version" must be a whole number from 1 to {VERSION}, got {_brief(version)}')
+    if version > VERSION:
+        raise ValueError(f"the schedule has version {version}, this zfx reads up to {VERSION}: read it with a newer zfx")
+    body = {key: value for key, value in data.items() if key not in ("format", "version")}
+    return _decode(body, Schedule, "schedule")
+
+
+def to_json(schedule: Schedule) -> str:
+    """The schedule as JSON, ASCII only; equal schedules give equal text, and `from_json` gives an equal schedule back.
+
+    Raises:
+        ValueError: as `to_dict`.
+
+    Example:
+        >>> from zfx.ir import Limits, Program
+        >>> schedule = Schedule(Program((), (), world_size=4), Limits())
+        >>> from_json(to_json(schedule)) == schedule
+        True
+    """
+    return json.dumps(to_dict(schedule), indent=1, allow_nan=False) + "\n"
+
+
+def from_json(text: str) -> Schedule:
+    """The schedule that `to_json` wrote.
+
+    Raises:
+        ValueError: the text is not JSON, repeats a key, or as `from_dict`.
+    """
+
+    def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError(f"a key stands twice in one object with the keys {_brief([key for key, _ in pairs])}")
+        return found
+
+    def no_constant(name: str) -> None:
+        raise ValueError(f'{name} is not JSON: write "inf", "-inf" or "nan"')
+
+    if not isinstance(text, str):
+        raise ValueError(f"expected JSON text, got {_brief(text)}")
+    try:
+        data = json.loads(text, object_pairs_hook=no_twins, parse_constant=no_constant)
+    except RecursionError:
+        raise ValueError("not a zfx schedule: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not a zfx schedule: {error}") from None
+    return from_dict(data)
+
+
+def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
+    """What must happen before what, as a graph: a node for each step and each instruction.
+
+    Every node has `kind` ("step", or the instruction's), `name`, `op`, `point` (for a step, its index), `position` (its place in
+    execution order), `phase`, `stream`, `parameters`, `num_bytes`, `duration_us`, and `bucket` if it has one. Every edge has
+    `reason` (also its key) and `parameters`. docs/schedule-format.md says what each means.
+
+    For a schedule that the verifier accepts the graph is acyclic, each topological order of it may be executed, and the
+    lexicographical one by `position` is the schedule's own order.
+
+    Example:
+        >>> from zfx.ir import Limits, Program
+        >>> to_networkx(Schedule(Program((), (Step("forward.relu", "forward"),)), Limits())).nodes["step_0"]["stream"]
+        'compute'
+    """
+    graph = nx.MultiDiGraph(world_size=schedule.program.world_size)
+    steps, number = schedule.program.steps, itertools.count()
+    nodes: list[tuple[str, Step | Instruction]] = []
+    for point, instructions in enumerate(by_point(schedule)):
+        phase = steps[min(point, len(steps) - 1)].phase if steps else "forward"
+        for instruction in instructions:
+            nodes.append((f"instruction_{next(number)}", instruction))
+            graph.add_node(nodes[-1][0], position=len(nodes) - 1, phase=phase, **_instruction_facts(schedule, instruction))
+        if point < len(steps):
+            nodes.append((f"step_{point}", steps[point]))
+            graph.add_node(nodes[-1][0], position=len(nodes) - 1, **_step_facts(steps[point], point))
+    edges: dict[tuple[str, str, str], list[str]] = {}
+    _order_edges(nodes, edges)
+    _value_edges(nodes, edges)
+    for (before, after, reason), names in edges.items():
+        graph.add_edge(before, after, key=reason, reason=reason, parameters=tuple(dict.fromkeys(names)))
+    return graph
+
+
+def to_dot(schedule: Schedule) -> str:
+    """The graph of `to_networkx` in Graphviz's language: a cluster for each stream, a colour for each kind.
+
+    Example:
+        >>> from zfx.ir import Limits, Program
+        >>> print(to_dot(Schedule(Program((), ()), Limits())).splitlines()[0])
+        digraph "zfx schedule" {
+    """
+    graph = to_networkx(schedule)
+    lines = [
+        'digraph "zfx schedule" {',
+        '  rankdir=TB; node [shape=box, style="filled,rounded", fontname="Helvetica", fontsize=10];',
+    ]
+    for stream in ("compute", "gather", "reduce"):
+        lines.append(f'  subgraph "cluster_{stream}" {{')
+        lines.append(f"    label={_quote(stream)}; color=grey80;")
+        for node, facts in graph.nodes(data=True):
+            if facts["stream"] == stream:
+                label, tip = _quote(_label(facts)), _quote(", ".join(facts["parameters"]) or facts["name"])
+                lines.append(f"    {node} [label={label}, tooltip={tip}, fillcolor={_COLORS[facts['kind']]}];")
+        lines.append("  }")
+    for before, after, facts in graph.edges(data=True):
+        tip = _quote(": ".join(filter(None, (facts["reason"], ", ".join(facts["parameters"])))))
+        lines.append(f"  {before} -> {after} [tooltip={tip}, {_EDGE_STYLES[facts['reason']]}];")
+    return "\n".join([*lines, "}", ""])
+
+
+def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Write the schedule to a file whose suffix says how: .json, .dot or .graphml. The file appears whole or not at all.
+
+    Raises:
+        ValueError: another suffix, or as `to_dict`.
+        OSError: the file cannot be written.
+    """
+    target = os.path.realpath(path)
+    name = os.path.basename(os.fspath(path)).lower()
+    suffix = next((s for s in _WRITERS if name.endswith(s)), None)
+    if suffix is None or name.endswith(".trace.json"):
+        raise ValueError(f"cannot save a schedule as {os.fspath(path)!r}: the suffix must be one of {', '.join(_WRITERS)}")
+    content = _WRITERS[suffix](schedule)
+    part = os.path.join(os.path.dirname(target), f".zfx-{secrets.token_hex(8)}.part")
+    try:
+        with open(part, "xb") as file:
+            file.write(content)
+        os.replace(part, target)
+    except BaseException:
+        if os.path.exists(part):
+            os.unlink(part)
+        raise
+
+
+def _graphml(schedule: Schedule) -> bytes:
+    """GraphML holds no tuples and XML no control characters: names become JSON lists, odd characters backslash escapes."""
+
+    def plain(facts: Mapping[str, Any]) -> dict[str, Any]:
+        texts = {k: json.dumps(v) if isinstance(v, tuple) else v for k, v in facts.items()}
+        return {k: _NOT_IN_XML.sub(lambda m: printable(m[0]), v) if isinstance(v, str) else v for k, v in texts.items()}
+
+    graph, source = nx.MultiDiGraph(), to_networkx(schedule)
+    graph.graph.update(source.graph)
+    graph.add_nodes_from((node, plain(facts)) for node, facts in source.nodes(data=True))
+    for number, (before, after, facts) in enumerate(source.edges(data=True)):
+        graph.add_edge(before, after, key=f"edge_{number}", **plain(facts))
+    file = io.BytesIO()
+    nx.write_graphml_xml(graph, file)  # not write_graphml: the bytes must not depend on whether lxml is installed
+    return file.getvalue()
+
+
+_WRITERS: dict[str, Callable[[Schedule], bytes]] = {
+    ".json": lambda schedule: to_json(schedule).encode("ascii"),
+    ".dot": lambda schedule: to_dot(schedule).encode("utf-8"),
+    ".graphml": _graphml,
+}
+
+
+def _step_facts(step: Step, index: int) -> dict[str, Any]:
+    return {
+        "kind": "step", "name": step.name, "op": step.op, "point": index, "phase": step.phase, "stream": "compute",
+        "parameters": step.reads, "num_bytes": step.other_bytes, "duration_us": step.duration_us,
+    }  # fmt: skip
+
+
+def _instruction_facts(schedule: Schedule, instruction: Instruction) -> dict[str, Any]:
+    kind, bucket = instruction.kind, instruction.bucket
+    is_reduction = kind in ("reduce_scatter", "wait_reduce")
+    sizes = {p.name: p.grad_bytes if is_reduction else p.num_bytes for p in schedule.program.parameters}
+    num_bytes = sum(sizes.get(name, 0) for name in instruction.parameters)
+    facts = {
+        "kind": kind, "name": kind if bucket is None else f"{kind} {bucket}", "op": f"zfx.{kind}", "point": instruction.point,
+        "stream": _STREAMS.get(kind, "compute"), "parameters": instruction.parameters, "num_bytes": num_bytes,
+        "duration_us": collective_us(schedule.program.costs, num_bytes) if kind in _STREAMS else 0.0,
+    }  # fmt: skip
+    return facts if bucket is None else {**facts, "bucket": bucket}
+
+
+def _order_edges(nodes: list[tuple[str, Step | Instruction]], edges: dict[tuple[str, str, str], list[str]]) -> None:
+    """Program order on each stream, and each collective's launch from the compute node that stands before it."""
+    last: dict[str, str] = {}
+    for node, what in nodes:
+        stream = "compute" if isinstance(what, Step) else _STREAMS.get(what.kind, "compute")
+        if stream in last:
+            edges[last[stream], node, "program order"] = []
+        if stream != "compute" and "compute" in last:
+            edges[last["compute"], node, "launch"] = []
+        last[stream] = node
+
+
+def _value_edges(nodes: list[tuple[str, Step | Instruction]], edges: dict[tuple[str, str, str], list[str]]) -> None:
+    """Who gathers, reads, frees, completes and reduces which parameter."""
+    launched: dict[tuple[bool, int | None], str] = {}
+    reductions: dict[str, list[str]] = {}
+    for node, what in nodes:
+        if isinstance(what, Instruction) and what.kind in _STREAMS:
+            launched[what.kind == "all_gather", what.bucket] = node
+            if what.kind == "reduce_scatter":
+                for name in what.parameters:
+                    reductions.setdefault(name, []).append(node)
+    arrived: dict[str, str] = {}
+    last_read: dict[str, str] = {}
+    freed: dict[str, str] = {}
+
+    def link(before: str | None, after: str, reason: str, *names: str) -> None:
+        if before is not None:
+            edges.setdefault((before, after, reason), []).extend(names)
+
+    for node, what in nodes:
+        if isinstance(what, Step):
+            for name in what.reads:
+                link(arrived.get(name), node, "reads", name)
+                last_read[name] = node
+            for name in what.completes:
+                for reduction in reductions.get(name, ()):
+                    link(node, reduction, "completes", name)
+        elif what.kind in ("wait", "wait_reduce"):
+            link(launched.get((what.kind == "wait", what.bucket)), node, "arrival", *what.parameters)
+            if what.kind == "wait":
+                arrived.update(dict.fromkeys(what.parameters, node))
+        elif what.kind == "release":
+            for name in what.parameters:
+                link(last_read.pop(name, None) or arrived.get(name), node, "release after last read", name)
+                arrived.pop(name, None)
+                freed[name] = node
+        elif what.kind == "all_gather":
+            for name in what.parameters:
+                link(freed.get(name), node, "gathered again", name)
+
+
+def _label(facts: Mapping[str, Any]) -> str:
+    head = f"{facts['point']} {shorten(facts['name'], 40)}" if facts["kind"] == "step" else facts["name"]
+    if facts["kind"] == "step":
+        return head + (f"\n{shorten(facts['op'], 40)}" if facts["op"] else "")
+    names = [shorten(name, 40) for name in facts["parameters"][:3]]
+    more = len(facts["parameters"]) - len(names)
+    return "\n".join([head, *names, *([f"+{more}"] if more else [])])
+
+
+def _quote(text: str) -> str:
+    """A DOT string that Graphviz shows as the text: it reads backslashes and `&` as escapes; other odd characters are spelt out."""
+    lines = [printable(line).replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;") for line in text.split("\n")]
+    return '"' + "\\n".join(lines) + '"'
+
+
+def _brief(value: Any) -> str:
+    return reprlib.repr(value)  # bounded in length and in depth, whatever the value is
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The fields of a dataclass, in order, with their types."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in fields(cls)}
+
+
+def _encode(value: Any, hint: Any, where: str) -> Any:
+    if get_origin(hint) is tuple:
+        if not isinstance(value, tuple):
+            raise ValueError(f"{where} must be a tuple, got {_brief(value)}")
+        return [_encode(item, get_args(hint)[0], f"{where}[{i}]") for i, item in enumerate(value)]
+    if hint in _RECORDS:
+        if not isinstance(value, hint):
+            raise ValueError(f"{where} must be a {hint.__name__}, got {_brief(value)}")
+        return {name: _encode(getattr(value, name), kind, f"{where}.{name}") for name, kind in _hints(hint).items()}
+    if hint is float and isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    return _scalar(value, hint, where)
+
+
+def _decode(value: Any, hint: Any, where: str) -> Any:
+    if get_origin(hint) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{where} must be a list, got {_brief(value)}")
+        return tuple(_decode(item, get_args(hint)[0], f"{where}[{i}]") for i, item in enumerate(value))
+    if hint in _RECORDS:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} must be an object, got {_brief(value)}")
+        hints = _hints(hint)
+        for problem, found in (("lacks the", set(hints) - set(value)), ("has unknown", set(value) - set(hints))):
+            if found:
+                raise ValueError(f"{where} {problem} fields {_brief(sorted(map(str, found)))}; its fields are {', '.join(hints)}")
+        values = {name: _decode(value[name], kind, f"{where}.{name}") for name, kind in hints.items()}
+        try:
+            return hint(**values)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    if hint is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
+        return float(value)
+    return _scalar(value, hint, where)
+
+
+def _scalar(value: Any, hint: Any, where: str) -> Any:
+    """The value as the plain int, float or str that the hint declares."""
+    if get_origin(hint) is types.UnionType:
+        return None if value is None else _scalar(value, get_args(hint)[0], where)
+    if get_origin(hint) is Literal:
+        if isinstance(value, str) and value in get_args(hint):
+            return value
+        raise ValueError(f"{where} must be one of {', '.join(get_args(hint))}, got {_brief(value)}")
+    try:
+        if hint is str and isinstance(value, str):
+            return value.encode("utf-8").decode("utf-8")
+        if hint is int and not isinstance(value, bool):
+            return operator.index(value)
+        if hint is float and not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    expected = {str: "Unicode text", int: "a whole number", float: "a number"}[hint]
+    raise ValueError(f"{where} must be {expected}, got {_brief(value)}")

@@ -1,0 +1,200 @@
+"""The engine of one compiled model: its layouts, its channels, and how a call goes through the captured graphs.
+
+It hangs on the model and holds no reference to it, so that both die together. It holds no state of a run either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import build, capture
+from ._compat import _reparametrize_module, default_store
+from .agreement import Agreement
+from .bucket import Transfers
+from .errors import CaptureError
+from .ir import CostModel, Schedule
+from .limits import Limits
+from .ops import ENGINES, all_gather
+from .shard import Layout, ToLocal
+from .wire import Wire, wire_for
+
+_ids = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """The communicators of one set of ranks: gathers, reductions and agreement never queue behind each other."""
+
+    gathers: Wire
+    reductions: Wire
+    agreement: Agreement
+
+
+_channels: dict[tuple[Any, ...], Channels] = {}
+
+
+def channels_for(mesh: DeviceMesh, timeout_s: float) -> Channels:
+    """Made once for a set of ranks and a timeout, and shared by every engine on them. A collective call the first time."""
+    ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
+    world = dist.group.WORLD
+    key = (id(world), ranks, mesh.device_type, timeout_s)
+    found = _channels.get(key)
+    if found is not None and found.agreement.broken is None and found.agreement.store is default_store():
+        return found
+    for old in [k for k, c in _channels.items() if c.agreement.store is not default_store()]:
+        del _channels[old]  # their process group is gone
+    backend = dist.get_backend(mesh.get_group())
+    groups = [
+        dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=b,
+                       use_local_synchronization=len(ranks) != dist.get_world_size())
+        for b in (backend, backend, "gloo")]
+    made = Channels(wire_for(groups[0]), wire_for(groups[1]),
+                    Agreement(groups[2], default_store(), f"zfx/{'-'.join(map(str, ranks))[:64]}/{next(_ids)}", timeout_s))
+    _channels[key] = made
+    return made
+
+
+class Engine:
+    """See the module. Made by `zfx.compile`.
+
+    Args:
+        model_name: for messages.
+        layouts: one a unique parameter, in the order of `unique_parameters`.
+        slots: for each layout, the `_parameters` dict and the key under which the parameter is found at each call.
+        channels: None where the model can only be planned.
+    """
+
+    def __init__(self, model_name: str, layouts: Sequence[Layout], slots: Sequence[tuple[dict[str, Any], str]],
+                 forward: Callable[..., Any], world_size: int, limits: Limits, costs: CostModel, channels: Channels | None) -> None:
+        self.model_name, self.layouts, self.slots = model_name, tuple(layouts), tuple(slots)
+        self.world_size, self.limits, self.costs, self.channels = world_size, limits, costs, channels
+        self.index = {layout.name: i for i, layout in enumerate(layouts)}
+        self.schedules: list[Schedule] = []
+        self.graphs: list[dict[str, torch.fx.GraphModule]] = []
+        self.eager = False
+        self.id = next(_ids)
+        ENGINES[self.id] = self
+        self.traced = self._make_traced(forward)
+        self.compiled = capture.compiled(self)
+
+    def add(self, schedule: Schedule) -> int:
+        """Keep a schedule and room for its graphs; its number."""
+        self.schedules.append(schedule)
+        self.graphs.append({})
+        return len(self.schedules) - 1
+
+    # ---- the call ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.channels is None:
+            raise RuntimeError(
+                f"this model was compiled for world_size={self.world_size} without a process group: it can be planned "
+                f"(model.zfx.plan(*example_inputs)) but not run. To train it, start the script with\n"
+                f"    torchrun --nproc-per-node {self.world_size} your_script.py")
+        shards = self.shards()
+        if self.eager:
+            return self.traced(model, shards, args, kwargs)
+        with capture.explained(self):
+            return self.compiled(model, shards, args, kwargs)
+
+    def shards(self) -> list[torch.Tensor]:
+        """This rank's shards as plain tensors, joined to the DTensor parameters where a gradient will be wanted."""
+        params = [slot[name] for slot, name in self.slots]
+        try:
+            local = [p._local_tensor for p in params]
+        except AttributeError:
+            raise self._foreign(params) from None
+        if torch.is_grad_enabled():
+            wanted = [i for i, p in enumerate(params) if p.requires_grad]
+            if wanted:
+                for i, shard in zip(wanted, ToLocal.apply(*[params[i] for i in wanted])):  # type: ignore[no-untyped-call]
+                    local[i] = shard
+        return local
+
+    def _foreign(self, params: Sequence[Any]) -> ValueError:
+        name = next(layout.name for layout, p in zip(self.layouts, params) if not hasattr(p, "_local_tensor"))
+        return ValueError(
+            f"parameter {name!r} is not the shard that zfx put there: it was replaced after zfx.compile, or the model is called "
+            f"through torch.func.functional_call with whole tensors, which sharded parameters do not support. Change values "
+            f"inside `with model.zfx.gathered([{name!r}], writeback=True):`, or compile the model anew.")
+
+    def _make_traced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        layouts, engine_id = self.layouts, self.id
+        constants = tuple((layout.name, list(layout.shape), layout.order, _inverse(layout.order)) for layout in layouts)
+
+        def traced(model: nn.Module, shards: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+            values = {}
+            for index, (shard, (name, shape, order, inverse)) in enumerate(zip(shards, constants)):
+                value = all_gather(shard, shape, index, engine_id)
+                if order is not None:
+                    value = value.permute(order).contiguous().permute(inverse)
+                values[name] = value
+            with _reparametrize_module(model, values, tie_weights=True):
+                return forward(model, *args, **kwargs)
+
+        # Dynamo keeps its cache on the code object: a copy of it gives every engine a cache of its own
+        code = traced.__code__
+        own = types.FunctionType(code.replace(co_name=f"zfx_{self.model_name}"), dict(traced.__globals__), code.co_name,
+                                 traced.__defaults__, traced.__closure__)
+        return own
+
+    # ---- the naive operators -------------------------------------------------------------------------------------------
+
+    def gather_now(self, index: int, shard: torch.Tensor) -> torch.Tensor:
+        assert self.channels is not None
+        self.agree(f"all_gather {self.layouts[index].name}")
+        value = Transfers([self.layouts[index]], [False]).all_gather(self.channels.gathers, [shard]).wait()[0]
+        return value.clone() if self.layouts[index].replicated else value
+
+    def reduce_now(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        assert self.channels is not None
+        self.agree(f"reduce_scatter {self.layouts[index].name}")
+        shard = Transfers([self.layouts[index]], [False]).reduce_scatter(self.channels.reductions, [grad]).wait()[0]
+        return shard.clone() if self.world_size == 1 else shard
+
+    def agree(self, what: str) -> None:
+        from .agreement import digest_of
+
+        assert self.channels is not None
+        line = f"{what} of {self.model_name}"
+        self.channels.agreement.begin(digest_of([line]), [line])
+
+    # ---- planning without running --------------------------------------------------------------------------------------
+
+    def plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
+        """Capture with example inputs and plan; nothing is computed, nothing is sent."""
+        count = len(self.schedules)
+        if self.channels is None:
+            grad = torch.is_grad_enabled()
+            shards = [_example_shard(layout, slot[name], grad) for layout, (slot, name) in zip(self.layouts, self.slots)]
+        else:
+            shards = self.shards()
+        try:
+            with capture.explained(self), build.planning_only():
+                self.compiled(model, shards, args, kwargs)
+        except build.Planned:
+            pass
+        if len(self.schedules) == count:
+            raise CaptureError("nothing new was captured: these inputs already have a plan",
+                               advice="see model.zfx.schedules")
+        return self.schedules[-1]
+
+
+def _example_shard(layout: Layout, param: torch.Tensor, grad: bool) -> torch.Tensor:
+    shape = (layout.chunk, *layout.shape[1:]) if layout.shape else ()
+    shard = torch.empty(shape, dtype=layout.dtype, device=param.device)  # never written, so a CPU never pays for it
+    return shard.requires_grad_() if grad and param.requires_grad else shard
+
+
+def _inverse(order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return None if order is None else tuple(sorted(range(len(order)), key=order.__getitem__))

@@ -1,0 +1,151 @@
+"""`model.zfx`: what a user asks of a compiled model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import dump, text
+from .bucket import Transfers
+from .engine import Engine
+from .ir import Schedule
+from .shard import unique_parameters
+
+
+class Handle:
+    """The handle of one compiled model.
+
+    Example:
+        >>> import torch, zfx
+        >>> model = zfx.compile(torch.nn.Linear(4, 4), world_size=2)   # no process group: it can be planned
+        >>> schedule = model.zfx.plan(torch.randn(3, 4))
+        >>> [b.parameters for b in schedule.buckets if b.kind == "all_gather"]
+        [('weight', 'bias')]
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._model, self._engine = model, engine
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """One schedule for each graph captured so far (training, no_grad, eval, other shapes), in order of capture."""
+        return tuple(self._engine.schedules)
+
+    @property
+    def graphs(self) -> tuple[dict[str, torch.fx.GraphModule], ...]:
+        """The lowered GraphModules of each schedule, by phase ("forward", "backward")."""
+        return tuple(self._engine.graphs)
+
+    @property
+    def world_size(self) -> int:
+        return self._engine.world_size
+
+    @property
+    def limits(self) -> Any:
+        return self._engine.limits
+
+    def plan(self, *args: Any, **kwargs: Any) -> Schedule:
+        """The schedule that a call with these inputs would run, without running it.
+
+        Needs no process group: a model compiled for any `world_size` can be planned on any machine. Grad mode and train/eval
+        are taken as they are.
+
+        Raises:
+            CaptureError: the forward can't be captured, or these inputs already have a plan.
+            InfeasibleBudget: no schedule respects the limits.
+        """
+        return self._engine.plan(self._model, args, kwargs)
+
+    def dump(self, path: str | os.PathLike[str], index: int | None = None) -> None:
+        """Write a schedule to `path`: .json, .dot or .graphml by its suffix.
+
+        Args:
+            index: which of `schedules`. Default: the latest one with a backward, else the latest.
+
+        Raises:
+            ValueError: nothing was captured yet, or the suffix is not known.
+        """
+        dump.save(self._choose(index), path)
+
+    def report(self, index: int | None = None) -> str:
+        """A dozen lines of totals for a person. `index` as in `dump`."""
+        return text.report(self._choose(index))
+
+    def _choose(self, index: int | None) -> Schedule:
+        schedules = self._engine.schedules
+        if not schedules:
+            raise ValueError("nothing is captured yet: call the model once, or model.zfx.plan(*example_inputs)")
+        if index is not None:
+            return schedules[index]
+        return next((s for s in reversed(schedules) if s.program.turn is not None), schedules[-1])
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, the model runs uncompiled over the naive gathers: slow, unlimited, for comparison. On every rank alike."""
+        before, self._engine.eager = self._engine.eager, True
+        try:
+            yield
+        finally:
+            self._engine.eager = before
+
+    @contextlib.contextmanager
+    def gathered(self, names: str | Iterable[str] | None = None, writeback: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """Whole parameters inside a `with`, as plain tensors by name, on every rank. A collective call.
+
+        Args:
+            names: which parameters (any of a tied parameter's names; None: all).
+            writeback: on leaving, every rank takes its rows from its own copy; all ranks must have made the same change.
+                Without it changes are dropped.
+
+        Raises:
+            ValueError: no such parameter.
+            RankMismatch: ranks ask for different parameters.
+
+        Example, one step of pruning::
+
+            with model.zfx.gathered(["head.weight"], writeback=True) as full:
+                full["head.weight"][full["head.weight"].abs() < 1e-3] = 0
+        """
+        engine, model = self._engine, self._model
+        wanted = self._resolve(names)
+        if engine.channels is None:
+            yield {name: engine.slots[i][0][engine.slots[i][1]].detach() for name, i in wanted.items()}
+            return
+        order = sorted(set(wanted.values()))
+        values = {}
+        if order:
+            engine.agree(f"gathered({', '.join(engine.layouts[i].name for i in order)}, writeback={writeback})")
+            transfers = Transfers([engine.layouts[i] for i in order], [False] * len(order))
+            with torch.no_grad():
+                shards = engine.shards()
+                full = transfers.all_gather(engine.channels.gathers, [shards[i] for i in order]).wait()
+            values = {i: (f.clone() if engine.layouts[i].replicated else f) for i, f in zip(order, full)}
+        yield {name: values[i] for name, i in wanted.items()}
+        if writeback:
+            rank = engine.channels.gathers.rank
+            with torch.no_grad():
+                shards = engine.shards()
+                for i, value in values.items():
+                    layout = engine.layouts[i]
+                    shards[i].copy_(value if layout.replicated else value[slice(*layout.rows(rank))])
+        del model
+
+    def _resolve(self, names: str | Iterable[str] | None) -> dict[str, int]:
+        every = {name: self._engine.index[first] for first, _, owners in unique_parameters(self._model)
+                 for name in self._names(owners)}
+        if names is None:
+            return {layout.name: i for i, layout in enumerate(self._engine.layouts)}
+        chosen = [names] if isinstance(names, str) else list(names)
+        unknown = [n for n in chosen if n not in every]
+        if unknown:
+            raise ValueError(f"no parameter named {unknown[0]!r}; the model has {', '.join(list(every)[:8])}, ...")
+        return {name: every[name] for name in chosen}
+
+    def _names(self, owners: list[tuple[nn.Module, str]]) -> list[str]:
+        prefixes = {id(module): prefix for prefix, module in self._model.named_modules()}
+        return [f"{prefixes[id(m)]}.{a}" if prefixes[id(m)] else a for m, a in owners]

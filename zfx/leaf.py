@@ -1,0 +1,250 @@
+"""Leaf modules: code that can't be traced runs eagerly, as one opaque node of the graph.
+
+In the forward graph a leaf is one call on gathered parameters and inputs, without autograd. In the backward graph it is one call
+that runs the module again, under autograd, from the random state that the forward began with, and differentiates. So nothing of
+it lives between the two but its inputs, its buffers and 5 kB of random state; its parameters are gathered and released like any
+others. The price is one more forward of the leaf.
+
+RNN modules (LSTM, GRU, RNN) are always leaves: Dynamo does not trace them.
+
+[Note: shapes of a leaf] What a leaf returns must be known at capture. It is run there on fake tensors; one that looks at data can't
+be, and is taken to return one tensor shaped like its first floating-point input. The real outputs are compared with what was
+planned at every call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ._compat import _reparametrize_module, nonstrict_trace
+from .errors import CaptureError
+
+_leaves: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_ids = itertools.count()
+
+
+def make_leaves(model: nn.Module, leaf_modules: Sequence[type[nn.Module] | nn.Module]) -> None:
+    """Give every leaf a subclass of its class whose forward is one node. Leaves inside leaves are part of the outer one.
+
+    Raises:
+        TypeError: an entry is neither a module class nor a module.
+        ValueError: an entry names the whole model, or nothing in it.
+    """
+    for entry in leaf_modules:
+        if not isinstance(entry, nn.Module) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise TypeError(f"leaf_modules holds module classes or modules, got {entry!r}")
+    classes = (nn.RNNBase, *(entry for entry in leaf_modules if isinstance(entry, type)))
+    instances = {id(entry) for entry in leaf_modules if isinstance(entry, nn.Module)}
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) not in inside and (isinstance(module, classes) or id(module) in instances):
+            found.append(module)
+            inside.update(id(m) for m in module.modules())
+    for entry in leaf_modules:
+        hit = any(m is entry or isinstance(entry, type) and isinstance(m, entry) for m in model.modules())
+        if not hit:
+            raise ValueError(f"leaf_modules names {entry.__name__ if isinstance(entry, type) else type(entry).__name__}, "
+                             "which the model does not contain")
+    if any(m is model for m in found):
+        if leaf_modules:
+            raise ValueError("the whole model can't be a leaf: nothing would be left to schedule")
+        raise CaptureError(f"{type(model).__name__} itself is a recurrent layer (LSTM, GRU, RNN), which is not captured",
+                           advice="put it inside a module of your own; it then runs as a leaf")
+    for module in found:
+        _make_leaf(module)
+
+
+def _make_leaf(module: nn.Module) -> None:
+    base = type(module)
+    leaf_id = next(_ids)
+    _leaves[leaf_id] = module
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return base.forward(self, *args, **kwargs)
+        params, buffers = dict(self.named_parameters()), dict(self.named_buffers())
+        output, changed = _call(leaf_id, params, buffers, args, kwargs)
+        for name, value in changed.items():
+            buffers[name].copy_(value)
+        return output
+
+    module.__class__ = types.new_class(base.__name__, (base,), exec_body=lambda ns: ns.update(
+        forward=forward, _zfx_leaf_base=base, __module__=base.__module__, __qualname__=base.__qualname__))
+
+
+class _Site:
+    """One call of a leaf as it was captured: everything about it but its tensors."""
+
+    def __init__(self, leaf_id: int, params: list[str], buffers: list[str], inputs: Any, others: list[Any]) -> None:
+        self.leaf_id, self.params, self.buffers, self.inputs, self.others = leaf_id, params, buffers, inputs, others
+        self.outputs: Any = None
+        self.result_others: list[Any] = []
+        self.result_shapes: list[tuple[torch.Size, torch.dtype]] = []
+
+
+_sites: dict[int, _Site] = {}
+_site_ids = itertools.count()
+
+
+@nonstrict_trace
+def _call(leaf_id: int, params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+    """Runs while AOTAutograd traces: put one `zfx::leaf` node into the graph."""
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+    others = [None if isinstance(x, torch.Tensor) else x for x in flat]
+    site = _Site(leaf_id, list(params), list(buffers), (spec, [isinstance(x, torch.Tensor) for x in flat]), others)
+    site_id = next(_site_ids)
+    _sites[site_id] = site
+    weakref.finalize(_leaves[leaf_id], _sites.pop, site_id, None)
+    needs = [t.requires_grad for t in (*params.values(), *tensors)]
+    results = torch.ops.zfx.leaf(list(params.values()), list(buffers.values()), tensors, needs, site_id)
+    outputs, changed = results[: len(results) - len(buffers) - 1], results[len(results) - len(buffers) - 1 : -1]
+    return _rebuild(site, outputs), dict(zip(buffers, changed))
+
+
+def _rebuild(site: _Site, tensors: Sequence[torch.Tensor]) -> Any:
+    spec, is_tensor = site.outputs
+    tensors_, others = iter(tensors), iter(site.result_others)
+    return pytree.tree_unflatten([next(tensors_) if t else next(others) for t in is_tensor], spec)
+
+
+def _run(site: _Site, params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor],
+         tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The module's own forward on these parameters; the flat tensors of its output. `buffers` are changed in place."""
+    module = _leaves[site.leaf_id]
+    spec, is_tensor = site.inputs
+    given = iter(tensors)
+    args, kwargs = pytree.tree_unflatten([next(given) if t else other for t, other in zip(is_tensor, site.others)], spec)
+    values = {**dict(zip(site.params, params)), **dict(zip(site.buffers, buffers))}
+    with _reparametrize_module(module, values, tie_weights=True), _fresh_flat_weights(module):
+        output = module._zfx_leaf_base.forward(module, *args, **kwargs)  # type: ignore[union-attr, operator]
+    flat, out_spec = pytree.tree_flatten(output)
+    site.outputs = (out_spec, [isinstance(x, torch.Tensor) for x in flat])
+    site.result_others = [x for x in flat if not isinstance(x, torch.Tensor)]
+    return [x for x in flat if isinstance(x, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def _fresh_flat_weights(module: nn.Module) -> Iterator[None]:
+    """RNNs read their weights from a second list; make it name the present ones."""
+    rnns = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+    before = [m._flat_weights for m in rnns]
+    for m in rnns:
+        m._flat_weights = [getattr(m, name, None) for name in m._flat_weights_names]
+    try:
+        yield
+    finally:
+        for m, weights in zip(rnns, before):
+            m._flat_weights = weights
+
+
+# ---- the two nodes ---------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("zfx::leaf", mutates_args=())
+def leaf(params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], needs: Sequence[bool],
+         site: int) -> list[torch.Tensor]:
+    """Outputs, then the buffers' new values, then the random state before the call."""
+    return forward_leaf(params, buffers, inputs, needs, site)
+
+
+@leaf.register_fake
+def _(params: Any, buffers: Any, inputs: Any, needs: Any, site: int) -> list[torch.Tensor]:
+    where = _sites[site]
+    try:
+        outputs = _run(where, params, [b.clone() for b in buffers], inputs)
+    except Exception:  # whatever a module that looks at data runs into on tensors without data
+        like = next((t for t in inputs if t.is_floating_point()), None)
+        if like is None:
+            raise
+        outputs = [like]
+        where.outputs, where.result_others = (pytree.tree_structure(0), [True]), []
+    outputs = [torch.empty_like(o) for o in outputs]
+    where.result_shapes = [(tuple(o.shape), o.dtype) for o in outputs]  # type: ignore[misc]
+    return [*outputs, *(torch.empty_like(b) for b in buffers), torch.empty(_rng_size(), dtype=torch.uint8)]
+
+
+@torch.library.custom_op("zfx::leaf_backward", mutates_args=())
+def leaf_backward(grads: Sequence[torch.Tensor], params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor],
+                  inputs: Sequence[torch.Tensor], state: torch.Tensor, needs: Sequence[bool], site: int) -> list[torch.Tensor]:
+    """Gradients of those parameters and inputs that need one, in order."""
+    return backward_leaf(grads, params, buffers, inputs, state, needs, site)
+
+
+@leaf_backward.register_fake
+def _(grads: Any, params: Any, buffers: Any, inputs: Any, state: Any, needs: Any, site: int) -> list[torch.Tensor]:
+    return [torch.empty_like(t) for t, needed in zip((*params, *inputs), needs) if needed]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    params, buffers, tensors, ctx.needs, ctx.site = inputs
+    ctx.counts = (len(params), len(buffers), len(tensors))
+    ctx.save_for_backward(*params, *buffers, *tensors, output[-1])
+
+
+def _backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    n, b, t = ctx.counts
+    *saved, state = ctx.saved_tensors
+    shapes = _sites[ctx.site].result_shapes
+    like = saved[0] if saved else state
+    filled = [like.new_zeros(shape, dtype=dtype) if g is None else g for g, (shape, dtype) in zip(grads, shapes)]
+    found = iter(torch.ops.zfx.leaf_backward(filled, saved[:n], saved[n : n + b], saved[n + b :], state, ctx.needs, ctx.site))
+    every = [next(found) if needed else None for needed in ctx.needs]
+    return every[:n], [None] * b, every[n:], None, None
+
+
+leaf.register_autograd(_backward, setup_context=_setup_context)
+
+
+def forward_leaf(params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
+                 needs: Sequence[bool], site: int) -> list[torch.Tensor]:
+    where = _sites[site]
+    state = torch.get_rng_state()
+    changed = [b.clone() for b in buffers]
+    planned = where.result_shapes
+    with torch.no_grad():
+        outputs = _run(where, params, changed, inputs)
+    taken = {t.untyped_storage()._cdata for t in (*params, *inputs)}
+    outputs = [o.clone() if o.untyped_storage()._cdata in taken else o for o in outputs]
+    for output, (shape, dtype) in zip(outputs, planned):
+        static = [size for size in shape if not isinstance(size, torch.SymInt)]
+        if len(outputs) != len(planned) or output.dim() != len(shape) or output.dtype != dtype or any(
+                isinstance(s, int) and s != o for s, o in zip(shape, output.shape)):
+            raise CaptureError(f"the leaf {type(_leaves[where.leaf_id]).__name__} returned {tuple(output.shape)} {output.dtype} where capture "
+                               f"had to assume {shape} {dtype} ({len(static)} sizes known)",
+                               advice="give the leaf a boundary at which the shapes of its outputs do not depend on data")
+    return [*outputs, *changed, state]
+
+
+def backward_leaf(grads: Sequence[torch.Tensor], params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor],
+                  inputs: Sequence[torch.Tensor], state: torch.Tensor, needs: Sequence[bool], site: int) -> list[torch.Tensor]:
+    leaves = [t.detach().requires_grad_(needed) for t, needed in zip((*params, *inputs), needs)]
+    now = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        with torch.enable_grad():
+            outputs = _run(_sites[site], leaves[: len(params)], [b.clone() for b in buffers], leaves[len(params) :])
+            pairs = [(o, g) for o, g in zip(outputs, grads) if o.requires_grad]
+            wanted = [t for t in leaves if t.requires_grad]
+            found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True) if pairs else [None] * len(wanted)
+    finally:
+        torch.set_rng_state(now)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found)]
+
+
+def _rng_size() -> int:
+    return torch.get_rng_state().numel()
+
+
+# what the lowering puts in the place of the two operators: plain calls, under which autograd works
+PLAIN_CALLS = {torch.ops.zfx.leaf.default: forward_leaf, torch.ops.zfx.leaf_backward.default: backward_leaf}

@@ -1,0 +1,55 @@
+"""The naive operators that every capture starts from: gather a whole parameter, reduce its whole gradient.
+
+Run as they stand (`with model.zfx.reference():`) they are the slow reference that every compiled schedule is compared with.
+In a captured graph they mark where a parameter is needed and where its gradient is complete; the lowering replaces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+ENGINES: WeakValueDictionary[int, Engine] = WeakValueDictionary()
+
+
+@torch.library.custom_op("zfx::all_gather", mutates_args=())
+def all_gather(shard: torch.Tensor, shape: Sequence[int], index: int, engine: int) -> torch.Tensor:
+    """The whole parameter number `index` of `engine`, in a new tensor of `shape`."""
+    return ENGINES[engine].gather_now(index, shard)
+
+
+@all_gather.register_fake
+def _(shard: torch.Tensor, shape: Sequence[int], index: int, engine: int) -> torch.Tensor:
+    return shard.new_empty(shape)
+
+
+@torch.library.custom_op("zfx::reduce_scatter", mutates_args=())
+def reduce_scatter(grad: torch.Tensor, shape: Sequence[int], index: int, engine: int) -> torch.Tensor:
+    """This rank's rows (of `shape`) of the mean over ranks of the whole gradient."""
+    return ENGINES[engine].reduce_now(index, grad)
+
+
+@reduce_scatter.register_fake
+def _(grad: torch.Tensor, shape: Sequence[int], index: int, engine: int) -> torch.Tensor:
+    return grad.new_empty(shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    shard, _, ctx.index, ctx.engine = inputs
+    ctx.shape = shard.shape
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    return reduce_scatter(grad, ctx.shape, ctx.index, ctx.engine), None, None, None
+
+
+all_gather.register_autograd(_backward, setup_context=_setup_context)
+
+ALL_GATHER = torch.ops.zfx.all_gather.default
+REDUCE_SCATTER = torch.ops.zfx.reduce_scatter.default

@@ -1,0 +1,80 @@
+"""Partition: the joint graph into a forward and a backward, with nothing that parameters alone decide saved in between.
+
+AOTAutograd would save every gathered parameter for the backward: ZeRO-2 in disguise. So the whole closure of the gathers, every
+value that is computed from parameters alone (casts, transposes, views, weight norm), is tagged for recomputation, down to the
+gathers themselves; the backward then starts from the shards again. A parameter that the plan keeps across the turn is tagged
+for saving instead: it becomes a saved tensor like any activation.
+
+    joint:     shard -> gather -> t -> mm ... -> mm(t) ...
+    forward:   shard -> gather -> t -> mm            backward, released:  shard -> gather -> t -> mm
+                                                     backward, kept:      (saved gather) -> t -> mm
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from . import build
+from ._compat import CheckpointPolicy, default_partition
+from .ops import ALL_GATHER
+from .passes.extract import KEPT
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+# above every id that activation checkpointing hands out: a region of the user's never pins one of our values
+_CLOSURE_REGION = 2**60
+
+
+def partition(engine: Engine, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split, plan, and split again if the plan keeps anything."""
+    gathers = _tag_closure(joint)
+    forward, backward = default_partition(joint, inputs, **options)
+    schedule = build.plan_graphs(engine, forward, backward, options["num_fwd_outputs"])
+    if schedule.kept:
+        for node in gathers:
+            if engine.layouts[node.args[2]].name in schedule.kept:  # type: ignore[index]
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        forward, backward = default_partition(joint, inputs, **options)
+        _mark_kept(engine, gathers, backward)
+        again = build.plan_graphs(engine, forward, backward, options["num_fwd_outputs"])
+        assert again.kept == schedule.kept, "keeping a parameter must not change what the graphs read"
+        schedule = again
+    build.attach(engine, schedule, forward, backward)
+    return forward, backward
+
+
+def _mark_kept(engine: Engine, gathers: list[fx.Node], backward: fx.GraphModule) -> None:
+    """Tell the lowering which saved tensors of the backward are gathered parameters."""
+    names = {node.name: engine.layouts[node.args[2]].name for node in gathers}  # type: ignore[index]
+    for node in backward.graph.find_nodes(op="placeholder"):
+        if node.name in names:
+            node.meta[KEPT] = names[node.name]
+
+
+def _tag_closure(joint: fx.GraphModule) -> list[fx.Node]:
+    closure: set[fx.Node] = set()
+    gathers = []
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is ALL_GATHER:
+            gathers.append(node)
+        elif not _derived(node, closure):
+            continue
+        closure.add(node)
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = _CLOSURE_REGION
+    return gathers
+
+
+def _derived(node: fx.Node, closure: set[fx.Node]) -> bool:
+    """Computed from values of the closure alone, and the same every time it is computed."""
+    tensors = [a for a in node.all_input_nodes if not isinstance(a.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))]
+    if not tensors or any(a not in closure for a in tensors) or node.is_impure():
+        return False
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded not in tags and not isinstance(node.target, torch._ops.HigherOrderOperator)

@@ -1,0 +1,158 @@
+"""What the nodes of a lowered graph call. No recording, no state of a run: every gathered value is a value of the graph.
+
+    plan = begin(plan)                       ranks agree, or RankMismatch
+    g = all_gather(plan, 3, [shard, ...])    launch bucket 3
+    weight, bias = wait(plan, g)             arrived
+    release([weight, bias])                  storage given back at once
+    r = reduce_scatter(plan, 5, [grad])      launch
+    (shard_grad,) = wait_reduce(plan, r)     this rank's rows of the mean
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import leaf
+from ._compat import StorageWeakRef
+from .agreement import Agreement, digest_of
+from .bucket import Gathering, Reducing, Transfers
+from .wire import Wire
+
+
+class GatheredMeter:
+    """Counts the bytes of gathered storages and packs that are alive. For tests and tools; None in production."""
+
+    active: GatheredMeter | None = None
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.on_node: Callable[[str, int], None] = lambda name, num_bytes: None
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        self._storages.pop(tensor.untyped_storage()._cdata, None)
+
+    def num_bytes(self) -> int:
+        self._storages = {key: (ref, n) for key, (ref, n) in self._storages.items() if not ref.expired()}
+        return sum(n for _, n in self._storages.values())
+
+    def __enter__(self) -> GatheredMeter:
+        GatheredMeter.active = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        GatheredMeter.active = None
+
+
+class Plan:
+    """What one lowered graph needs beside its tensors. Constant once built.
+
+    Args:
+        transfers: by bucket index; buckets that the other graph launches are None.
+        description: one line a collective, in launch order, the same on every rank; the first line names the graph.
+    """
+
+    def __init__(self, transfers: Sequence[Transfers | None], gathers: Wire, reductions: Wire, agreement: Agreement,
+                 description: Sequence[str]) -> None:
+        self.transfers, self.gathers, self.reductions, self.agreement = tuple(transfers), gathers, reductions, agreement
+        self.description, self.digest = tuple(description), digest_of(description)
+
+    def lost(self, error: RuntimeError) -> Exception:
+        return self.agreement.lost(error, self.description)
+
+
+def begin(plan: Plan) -> Plan:
+    plan.agreement.begin(plan.digest, plan.description)
+    return plan
+
+
+def all_gather(plan: Plan, bucket: int, shards: Sequence[torch.Tensor]) -> Gathering:
+    transfers = plan.transfers[bucket]
+    assert transfers is not None
+    try:
+        gathering = transfers.all_gather(plan.gathers, shards)
+    except RuntimeError as error:
+        raise _explain(plan, error) from error
+    if GatheredMeter.active is not None:
+        for tensor in (*(s for s, layout in zip(gathering.stores, transfers.layouts) if not layout.replicated), *gathering.buffers):
+            GatheredMeter.active.add(tensor)
+    return gathering
+
+
+def wait(plan: Plan, gathering: Gathering) -> list[torch.Tensor]:
+    try:
+        return gathering.wait()
+    except RuntimeError as error:
+        raise _explain(plan, error) from error
+
+
+def release(tensors: Sequence[torch.Tensor]) -> None:
+    """Give the storage back at once, whoever still holds a reference: the verifier has shown that nobody reads it."""
+    for tensor in tensors:
+        if GatheredMeter.active is not None:
+            GatheredMeter.active.forget(tensor)
+        tensor.untyped_storage().resize_(0)
+
+
+def let_go(tensors: Sequence[torch.Tensor]) -> None:
+    """Release what autograd may still need for another backward: drop the references only."""
+
+
+def reduce_scatter(plan: Plan, bucket: int, grads: Sequence[torch.Tensor]) -> Reducing:
+    transfers = plan.transfers[bucket]
+    assert transfers is not None
+    try:
+        return transfers.reduce_scatter(plan.reductions, grads)
+    except RuntimeError as error:
+        raise _explain(plan, error) from error
+
+
+def wait_reduce(plan: Plan, reducing: Reducing) -> list[torch.Tensor]:
+    try:
+        return reducing.wait()
+    except RuntimeError as error:
+        raise _explain(plan, error) from error
+
+
+def _explain(plan: Plan, error: RuntimeError) -> Exception:
+    """Out of memory and programming errors are what they say; what is left is a peer that went away."""
+    if isinstance(error, torch.OutOfMemoryError) or plan.agreement.world_size == 1 or "onnect" not in str(error) and \
+            "imed out" not in str(error) and "gloo" not in str(error) and "NCCL" not in str(error):
+        return error
+    return plan.lost(error)
+
+
+plain_calls = leaf.PLAIN_CALLS
+
+
+def runner(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The boxed callable that AOTAutograd wants. Under an active meter the graph is interpreted, node by node."""
+
+    def run(args: list[Any]) -> Any:
+        meter = GatheredMeter.active
+        if meter is None:
+            return gm.forward(args)
+        values = list(args)
+        args.clear()
+        return _Metered(gm, meter).run(*values)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _Metered(torch.fx.Interpreter):
+    def __init__(self, gm: torch.fx.GraphModule, meter: GatheredMeter) -> None:
+        super().__init__(gm, garbage_collect_values=True)
+        self.meter = meter
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        self.meter.on_node(n.name, self.meter.num_bytes())
+        return result

@@ -1,0 +1,160 @@
+"""Sharding: who owns which rows of a parameter, and turning a model's parameters into DTensors in place.
+
+Rows are cut as `torch.chunk` cuts them, so that a DTensor `Shard(0)` describes them: every rank owns `chunk` rows, the last
+ones fewer or none. In the local storage every rank holds `chunk` rows all the same; what lies beyond its own is padding:
+
+    5 rows on 3 ranks, chunk = 2        rank 0    rank 1    rank 2
+    local storage                       r0 r1     r2 r3     r4 --
+    gathered storage                    r0 r1     r2 r3     r4 --     the parameter is its first 5 rows: no copy out
+
+A 0-dim parameter has no rows: it is replicated (DTensor `Replicate`), and its gradient is averaged to all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ._compat import dtensor_spec, make_dtensor
+from .ir import Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one parameter is cut over `world_size` ranks.
+
+    Attributes:
+        name: its first name in the model.
+        shape, dtype: of the whole parameter.
+        order: dimensions from the outermost in memory to the innermost, where the parameter was not contiguous; else None.
+            Shards are always contiguous; the gathered value gets this order back.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    world_size: int
+    order: tuple[int, ...] | None = None
+
+    @property
+    def replicated(self) -> bool:
+        return not self.shape
+
+    @property
+    def chunk(self) -> int:
+        """Rows that every rank holds in its storage, padding included."""
+        return 1 if self.replicated else -(-self.shape[0] // self.world_size)
+
+    @property
+    def row_numel(self) -> int:
+        return _product(self.shape[1:])
+
+    @property
+    def numel(self) -> int:
+        return _product(self.shape)
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of one rank's storage, padding included."""
+        return self.chunk * self.row_numel
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the gathered storage."""
+        return 1 if self.replicated else self.world_size * self.chunk_numel
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """First row of `rank`, and the one after its last."""
+        return min(rank * self.chunk, self.shape[0]), min((rank + 1) * self.chunk, self.shape[0])
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        if self.replicated:
+            return ()
+        start, stop = self.rows(rank)
+        return (stop - start, *self.shape[1:])
+
+    def parameter(self, trainable: bool) -> Parameter:
+        """The planner's view of it. A replicated one is always there: gathering it holds nothing more."""
+        size = self.dtype.itemsize
+        held = 0 if self.replicated else self.padded_numel
+        return Parameter(self.name, held, held * size, self.numel * size if trainable else 0, self.numel)
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    out = 1
+    for size in sizes:
+        out *= size
+    return out
+
+
+def layout_of(name: str, param: torch.Tensor, world_size: int) -> Layout:
+    order = None
+    if not param.is_contiguous() and param.numel():
+        order = tuple(sorted(range(param.dim()), key=lambda d: -param.stride(d)))
+    return Layout(name, tuple(param.shape), param.dtype, world_size, order)
+
+
+def padded(layout: Layout, local: torch.Tensor) -> torch.Tensor:
+    """The `chunk_numel` elements behind a local shard, flat: a view where the storage has the room, else a copy."""
+    if local.numel() == layout.chunk_numel and local.is_contiguous():
+        return local.reshape(-1)
+    room = local.untyped_storage().nbytes() // layout.dtype.itemsize - local.storage_offset()
+    if local.is_contiguous() and room >= layout.chunk_numel:
+        return local.as_strided((layout.chunk_numel,), (1,))
+    out = local.new_zeros(layout.chunk_numel)
+    out[: local.numel()] = local.reshape(-1)
+    return out
+
+
+def shard_of(layout: Layout, full: torch.Tensor, rank: int, device: torch.device) -> torch.Tensor:
+    """This rank's rows of `full`, in a new storage of `chunk_numel` elements."""
+    shape = layout.local_shape(rank)
+    storage = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
+    local = storage[: _product(shape)].view(shape)
+    local.copy_(full if layout.replicated else full[slice(*layout.rows(rank))])
+    return local
+
+
+def unique_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Each parameter once: its first name, itself, and every (module, attribute) that holds it."""
+    owners: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    for prefix, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                owners.setdefault(id(param), (name, param, []))[2].append((module, attribute))
+    yield from owners.values()
+
+
+def shard_parameters(model: nn.Module, layouts: list[Layout], mesh: DeviceMesh, device: torch.device) -> None:
+    """Replace every parameter by `nn.Parameter(DTensor)`, one at a time, under all its names."""
+    rank = mesh.get_local_rank()
+    for layout, (_, param, owners) in zip(layouts, list(unique_parameters(model)), strict=True):
+        local = shard_of(layout, param.detach(), rank, device)
+        placement = Replicate() if layout.replicated else Shard(0)
+        spec = dtensor_spec(mesh, placement, layout.shape, layout.dtype)
+        new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
+        new.__dict__.update({k: v for k, v in param.__dict__.items() if k not in new.__dict__})
+        for module, attribute in owners:
+            module._parameters[attribute] = new  # type: ignore[assignment]
+            if isinstance(module, nn.RNNBase):  # it holds its weights in a second list, which would keep the whole ones alive
+                module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+
+
+class ToLocal(torch.autograd.Function):
+    """From the DTensor parameters that the user sees to the plain shards that the graphs work on, and gradients back."""
+
+    @staticmethod
+    def forward(ctx, *params: DTensor) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def, override]
+        ctx.specs = [p._spec for p in params]
+        ctx.set_materialize_grads(False)
+        return tuple(p._local_tensor.detach() for p in params)
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[no-untyped-def, override]
+        return tuple(None if g is None else make_dtensor(g, spec) for g, spec in zip(grads, ctx.specs))

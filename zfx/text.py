@@ -1,0 +1,354 @@
+"""A schedule for people: `render`, one line a step, is what `print(schedule)` shows; `report` is a dozen lines of totals.
+
+    step       name       op            live  before the step
+       0 fwd   forward.mm aten.mm   12.0 KiB  gather 0: up.weight +1 packed; wait 0
+
+Everything here also draws schedules that the verifier would refuse, since those are the ones that one has to look at: an unknown
+parameter counts 0 bytes, a point outside the program is drawn at its nearest end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+from .ir import CostModel, Instruction, Parameter, Schedule
+from .limits import Limits
+
+WIDTH = 120
+_NO_LIMIT = 2**31
+_NAME_WIDTHS = (40, 30, 24, 18, 14)
+_MARK = {"forward": "fwd", "turn": "turn", "backward": "bwd"}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is gathered or being unpacked at one moment. Nothing else (gradients, activations) is counted."""
+
+    num_elements: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """The collectives of one kind: how many parameters, how many of those not for the first time, in how many buckets."""
+
+    num_parameters: int
+    num_again: int
+    num_buckets: int
+    num_bytes: int
+    duration_us: float
+
+
+def by_point(schedule: Schedule) -> list[list[Instruction]]:
+    """The instructions at each point, in execution order; one list more than there are steps."""
+    last = len(schedule.program.steps)
+    points: list[list[Instruction]] = [[] for _ in range(last + 1)]
+    for instruction in sorted(schedule.instructions, key=lambda i: i.point):
+        points[min(max(instruction.point, 0), last)].append(instruction)
+    return points
+
+
+def packed_members(schedule: Schedule, instruction: Instruction) -> tuple[str, ...]:
+    """Those of the instruction's parameters that travel in its bucket's packing buffer."""
+    bucket = instruction.bucket
+    if bucket is None or not 0 <= bucket < len(schedule.buckets):
+        return ()
+    packed = set(schedule.buckets[bucket].packed)
+    return tuple(name for name in instruction.parameters if name in packed)
+
+
+def held(schedule: Schedule) -> list[list[Held]]:
+    """What is held at each point: on arrival there, then after each of its instructions. The last entry is what the step sees.
+
+    Gathered parameters count from all_gather to release, packed ones twice from all_gather to wait.
+    """
+    sizes = {p.name: (p.num_elements, p.num_bytes) for p in schedule.program.parameters}
+    gathered: set[str] = set()
+    packing: dict[int | None, tuple[str, ...]] = {}
+
+    def total(names: Iterable[str]) -> Held:
+        found = [sizes.get(name, (0, 0)) for name in names]
+        return Held(sum(elements for elements, _ in found), sum(num_bytes for _, num_bytes in found))
+
+    moment, rows = Held(0, 0), []
+    for instructions in by_point(schedule):
+        rows.append([moment])
+        for instruction in instructions:
+            names = set(instruction.parameters)
+            more, less = Held(0, 0), Held(0, 0)
+            if instruction.kind == "all_gather":
+                less = total(packing.pop(instruction.bucket, ()))
+                packing[instruction.bucket] = packed_members(schedule, instruction)
+                more = total((*(names - gathered), *packing[instruction.bucket]))
+                gathered |= names
+            elif instruction.kind == "wait":
+                less = total(packing.pop(instruction.bucket, ()))
+            elif instruction.kind == "release":
+                less = total(names & gathered)
+                gathered -= names
+            moment = Held(
+                moment.num_elements + more.num_elements - less.num_elements, moment.num_bytes + more.num_bytes - less.num_bytes
+            )
+            rows[-1].append(moment)
+    return rows
+
+
+def render(schedule: Schedule, *, full: bool = False) -> str:
+    """Draw the schedule: a header, then one line a step with what zfx does before the step runs.
+
+    Args:
+        schedule: any schedule, also one that the verifier refuses.
+        full: write every step and every name in full. Otherwise rows of steps without an instruction are folded into
+            one line, long names are abbreviated, and lines end at 120 columns.
+
+    Example:
+        >>> from zfx.ir import Bucket, Instruction, Parameter, Program, Schedule, Step
+        >>> program = Program((Parameter("w", 256, 1024),), (Step("forward.mm", "forward", "aten.mm.default", reads=("w",)),))
+        >>> bucket = Bucket(0, "all_gather", ("w",))
+        >>> run = tuple(Instruction(k, 0, ("w",), 0) for k in ("all_gather", "wait")) + (Instruction("release", 1, ("w",)),)
+        >>> print("\\n".join(render(Schedule(program, Limits(), (bucket,), run)).splitlines()[-3:]))
+        step       name       op            live  before the step
+           0 fwd   forward.mm aten.mm    1.0 KiB  gather 0: w; wait 0
+         end                                 0 B  release w
+    """
+    lines = [_clip(line, full) for line in (*_header(schedule), *_table(schedule, full))]
+    return "\n".join(lines)
+
+
+def report(schedule: Schedule) -> str:
+    """Totals of a schedule, a line each: what it holds, what it moves, and what that is estimated to cost.
+
+    Example:
+        >>> from zfx.ir import Program
+        >>> print(report(Schedule(Program((), (), world_size=4), Limits())).splitlines()[0])
+        ranks                4
+    """
+    program = schedule.program
+    gathers, reductions = _traffic(schedule, "all_gather"), _traffic(schedule, "reduce_scatter")
+    phases = [s.phase for s in program.steps]
+    limit = schedule.limits.max_live_parameters
+    peak = max(h.num_elements for row in held(schedule) for h in row)
+    compute_us = sum(s.duration_us for s in program.steps)
+    rows = {
+        "ranks": f"{program.world_size:,}",
+        "steps": f"{phases.count('forward'):,} forward, {phases.count('backward'):,} backward",
+        "parameters": _parameters(schedule),
+        "peak": _peak(schedule),
+        "max_live_parameters": f"{limit:,} elements" + (f", {peak / limit:.1%} used at the peak" if limit else ""),
+        "kept": _kept(schedule),
+        "gathers": _moved(gathers),
+        "reductions": _moved(reductions),
+        "mean bucket": f"{_mean(gathers)} gathered, {_mean(reductions)} reduced",
+        "compute": f"{human_time(compute_us)} estimated",
+        "communication": f"{human_time(gathers.duration_us + reductions.duration_us)} estimated: "
+        f"gathers {human_time(gathers.duration_us)}, reductions {human_time(reductions.duration_us)}",
+    }
+    return "\n".join(_clip(f"{key:<20} {value}", False) for key, value in rows.items())
+
+
+def human_bytes(num_bytes: int) -> str:
+    """A number of bytes, not negative, with a binary unit.
+
+    Example:
+        >>> human_bytes(1023), human_bytes(1536), human_bytes(2**20 - 1)
+        ('1023 B', '1.5 KiB', '1.0 MiB')
+    """
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    power = 1
+    while power < 5 and num_bytes * 20 >= 20479 * 1024**power:  # it would round to 1024.0
+        power += 1
+    tenths = (num_bytes * 10 + 1024**power // 2) // 1024**power
+    return f"{tenths // 10}.{tenths % 10} {('KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power - 1]}"
+
+
+def human_time(duration_us: float) -> str:
+    """Microseconds with a unit that keeps the number short.
+
+    Example:
+        >>> human_time(12.34), human_time(4_560), human_time(7_890_000)
+        ('12.3 us', '4.6 ms', '7.9 s')
+    """
+    for scale, unit in ((1e6, "s"), (1e3, "ms")):
+        if abs(duration_us) >= scale:
+            return f"{duration_us / scale:,.1f} {unit}"
+    return f"{duration_us:.1f} us"
+
+
+def printable(text: str) -> str:
+    """The text on one line: line breaks, control characters and lone surrogates become backslash escapes.
+
+    Example:
+        >>> printable("a\\nb")
+        'a\\\\nb'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def shorten(name: str, width: int) -> str:
+    """A dotted name in at most `width` characters: parts shrink to their initials from the left (numbers stay), then the head goes.
+
+    Example:
+        >>> shorten("model.layers.17.self_attn.q_proj.weight", 30)
+        'm.l.17.self_attn.q_proj.weight'
+    """
+    parts = printable(name).split(".")
+    for i, part in enumerate(parts if len(parts) > 2 else parts[:-1]):
+        if len(".".join(parts)) <= width:
+            break
+        parts[i] = part if part.isdigit() else part[:1]
+    short = ".".join(parts)
+    return short if len(short) <= width else ".." + short[len(short) - max(width - 2, 0) :]
+
+
+def collective_us(costs: CostModel, num_bytes: int) -> float:
+    """`CostModel.collective_us`, infinite where the cost model cannot say: drawing must not fail on odd costs."""
+    try:
+        return costs.collective_us(num_bytes)
+    except (ZeroDivisionError, OverflowError):
+        return float("inf")
+
+
+def _clip(line: str, full: bool) -> str:
+    line = line.rstrip()
+    return line if full or len(line) <= WIDTH else line[: WIDTH - 3] + " .."
+
+
+def _traffic(schedule: Schedule, kind: str) -> _Traffic:
+    sizes = {p.name: p.num_bytes if kind == "all_gather" else p.grad_bytes for p in schedule.program.parameters}
+    launches = [i for i in schedule.instructions if i.kind == kind]
+    names = [name for i in launches for name in i.parameters]
+    volumes = [sum(sizes.get(name, 0) for name in i.parameters) for i in launches]
+    duration_us = sum(collective_us(schedule.program.costs, v) for v in volumes)
+    return _Traffic(len(names), len(names) - len(set(names)), len(launches), sum(volumes), duration_us)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def _moved(traffic: _Traffic) -> str:
+    again = f", {traffic.num_again:,} of them again" if traffic.num_again else ""
+    buckets = _plural(traffic.num_buckets, "bucket")
+    return f"{traffic.num_parameters:,} in {buckets}, {human_bytes(traffic.num_bytes)} on each rank{again}"
+
+
+def _mean(traffic: _Traffic) -> str:
+    return human_bytes(traffic.num_bytes // traffic.num_buckets) if traffic.num_buckets else "nothing"
+
+
+def _parameters(schedule: Schedule) -> str:
+    parameters: Sequence[Parameter] = schedule.program.parameters
+    num_elements, num_bytes = sum(p.num_elements for p in parameters), sum(p.num_bytes for p in parameters)
+    return f"{len(parameters):,} with {num_elements:,} elements, {human_bytes(num_bytes)}"
+
+
+def _kept(schedule: Schedule) -> str:
+    if not schedule.kept:
+        return "nothing across the turn"
+    sizes = {p.name: p.num_bytes for p in schedule.program.parameters}
+    num_bytes = sum(sizes.get(name, 0) for name in schedule.kept)
+    return f"{len(schedule.kept):,} across the turn, {human_bytes(num_bytes)}: " + ", ".join(map(printable, schedule.kept))
+
+
+def _peak(schedule: Schedule) -> str:
+    """The most that is held, in elements and in bytes; with mixed dtypes the two need not peak at the same step."""
+    rows = [(point, moment) for point, row in enumerate(held(schedule)) for moment in row]
+    by_elements = max(rows, key=lambda row: row[1].num_elements)
+    by_bytes = max(rows, key=lambda row: row[1].num_bytes)
+    if by_elements[1].num_bytes == by_bytes[1].num_bytes:
+        by_bytes = by_elements
+    steps = schedule.program.steps
+
+    def where(point: int) -> str:
+        return f"at step {point} ({printable(steps[point].name)})" if point < len(steps) else "after the last step"
+
+    first = f" {where(by_elements[0])}" if by_elements[0] != by_bytes[0] else ""
+    return f"{by_elements[1].num_elements:,} elements{first}, {human_bytes(by_bytes[1].num_bytes)} {where(by_bytes[0])}"
+
+
+def _header(schedule: Schedule) -> list[str]:
+    limits = schedule.limits
+    changed = [f"{f.name}={getattr(limits, f.name):,}" for f in fields(Limits) if getattr(limits, f.name) != f.default]
+    return [
+        f"zfx schedule: {_plural(schedule.program.world_size, 'rank')}, {_plural(len(schedule.program.steps), 'step')}",
+        f"parameters   {_parameters(schedule)}",
+        f"limits       {', '.join(changed) or 'defaults'}",
+        f"gathers      {_moved(_traffic(schedule, 'all_gather'))}",
+        f"reductions   {_moved(_traffic(schedule, 'reduce_scatter'))}",
+        f"peak         {_peak(schedule)}",
+        f"kept         {_kept(schedule)}",
+    ]
+
+
+def _table(schedule: Schedule, full: bool) -> list[str]:
+    """The lines of the widest layout that need not be cut: operators give way first."""
+    lines: list[str] = []
+    for name_width, op_width in ((_NO_LIMIT, _NO_LIMIT),) if full else ((26, 24), (20, 0)):
+        lines = _rows(schedule, full, name_width, op_width)
+        if max(map(len, lines)) <= WIDTH:
+            break
+    return lines
+
+
+def _rows(schedule: Schedule, full: bool, name_width: int, op_width: int) -> list[str]:
+    steps, points, live = schedule.program.steps, by_point(schedule), held(schedule)
+    names = ["name", *(shorten(s.name, name_width) for s in steps)]
+    ops = ["op", *(shorten(s.op.removesuffix(".default"), op_width) for s in steps)] if op_width else [""] * len(names)
+    wide_name, wide_op = max([10, *map(len, names)]), max(map(len, ops))
+    num_digits = max(4, len(str(len(steps))))
+
+    def row(index: str, mark: str, name: str, op: str, num_bytes: str, what: str) -> str:
+        return f"{index:>{num_digits}} {mark:<5} {name:<{wide_name}} {op:<{wide_op}} {num_bytes:>10}  {what}".rstrip()
+
+    width = WIDTH + 1 - len(row("", "", "", "", "", "x"))
+    lines = [row("step", "", names[0], ops[0], "live", "before the step")]
+    quiet = 0
+    for point, instructions in enumerate(points):
+        at_end = point == len(steps)
+        landmark = full or at_end or bool(instructions) or steps[point].phase == "turn"
+        if landmark and quiet > 1:
+            num_bytes = human_bytes(live[point - 1][-1].num_bytes)
+            lines[-quiet:] = [row("...", "", f"{quiet} steps", "", num_bytes, "")]
+        quiet = 0 if landmark else quiet + 1
+        num_bytes = human_bytes(live[point][-1].num_bytes)
+        what = _what(schedule, instructions, max(width, 20), full)
+        if not at_end:
+            lines.append(row(str(point), _MARK[steps[point].phase], names[point + 1], ops[point + 1], num_bytes, what))
+        elif instructions:
+            lines.append(row("end", "", "", "", num_bytes, what))
+    return lines
+
+
+def _what(schedule: Schedule, instructions: Sequence[Instruction], width: int, full: bool) -> str:
+    """The instructions of one point in words, with names as long as the width allows; neighbouring releases are one phrase."""
+    merged: list[Instruction] = []
+    for instruction in instructions:
+        if merged and merged[-1].kind == instruction.kind == "release":
+            merged[-1] = replace(merged[-1], parameters=merged[-1].parameters + instruction.parameters)
+        else:
+            merged.append(instruction)
+    text = ""
+    for name_width in (_NO_LIMIT,) if full else _NAME_WIDTHS:
+        text = "; ".join(_phrase(schedule, i, name_width) for i in merged)
+        if len(text) <= width:
+            break
+    return text
+
+
+def _phrase(schedule: Schedule, instruction: Instruction, name_width: int) -> str:
+    bucket = "?" if instruction.bucket is None else instruction.bucket
+    if instruction.kind == "wait":
+        return f"wait {bucket}"
+    if instruction.kind == "wait_reduce":
+        return f"wait reduce {bucket}"
+    packed = packed_members(schedule, instruction)
+    direct = [n for n in instruction.parameters if n not in set(packed)]
+    names = shorten((direct or packed or ("nothing",))[0], name_width)
+    names += f" +{len(direct) - 1}" if len(direct) > 1 else ""
+    if packed:
+        names = f"{names} +{len(packed)} packed" if direct else f"packed {names}" + (f" +{len(packed) - 1}" if packed[1:] else "")
+    if instruction.kind == "release":
+        return f"release {names}"
+    return f"{'gather' if instruction.kind == 'all_gather' else 'reduce'} {bucket}: {names}"

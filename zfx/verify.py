@@ -1,0 +1,568 @@
+"""The verifier: named rules that accept or reject a schedule. It shares no code with the passes.
+
+    for each rule in RULES:   schedule -> violations, each with a message, a step (or point) and a parameter
+
+Every rule is linear in the schedule (the reuse distance takes a logarithm more), and none of them trusts the schedule: names
+that the program does not know, buckets that do not exist and points out of range are violations, never a crash.
+`replay` runs a schedule without tensors and shows what is held after every instruction and during every step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from .errors import ScheduleError
+from .ir import Bucket, Instruction, Parameter, Schedule, Step
+
+# What a rule yields: a message, the index of the step (or of the point before it), the parameter.
+Finding = tuple[str, int | None, str | None]
+Rule = Callable[[Schedule], Iterator[Finding]]
+
+_LAUNCHES = {"all_gather": "wait", "reduce_scatter": "wait_reduce"}
+_BUCKET_KIND = {kind: launch for launch, wait in _LAUNCHES.items() for kind in (launch, wait)}
+
+
+# ----------------------------------------------------------------------------------------------------------------- replay
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is held right after an instruction, or while a step runs.
+
+    Attributes:
+        point: the point of the instruction, or the index of the step.
+        instruction: the instruction that has just run, or None if a step is running.
+        step: the step that is running, or None after an instruction.
+        num_live: number of gathered parameters (launched and not released).
+        gathered_elements, gathered_bytes: their sizes.
+        packing_elements, packing_bytes: buffers of packed buckets that were not waited for yet.
+        gradient_bytes: unreduced gradients, twice while their reduction is in flight.
+        total_bytes: all of these, the program's `static_bytes` and the step's `other_bytes` (after an instruction: those of the
+            step at that point; after the last step: none).
+    """
+
+    point: int
+    instruction: Instruction | None
+    step: Step | None
+    num_live: int
+    gathered_elements: int
+    gathered_bytes: int
+    packing_elements: int
+    packing_bytes: int
+    gradient_bytes: int
+    total_bytes: int
+    _log: list[tuple[bool, str]] = field(repr=False, compare=False)  # grows behind the states' backs; [:_length] never changes
+    _length: int = field(repr=False, compare=False)
+
+    @property
+    def live(self) -> frozenset[str]:
+        """Names of the gathered parameters. Linear in what has happened so far: not for loops over all states."""
+        names: set[str] = set()
+        for gathered, name in self._log[: self._length]:
+            if gathered:
+                names.add(name)
+            else:
+                names.discard(name)
+        return frozenset(names)
+
+    @property
+    def num_elements(self) -> int:
+        """What `max_live_parameters` bounds."""
+        return self.gathered_elements + self.packing_elements
+
+
+def replay(schedule: Schedule) -> Iterator[State]:
+    """Every state of the schedule: one after each instruction, one for each step while it runs. Linear in all.
+
+    Tolerates wrong schedules: what is unknown has no size, and releasing twice releases once.
+    """
+    held = _Held(schedule)
+    for point, event in _walk(schedule):
+        if isinstance(event, Step):
+            held.run(event)
+            yield held.state(point, None, event)
+        else:
+            held.execute(event)
+            yield held.state(point, event, None)
+
+
+def _walk(schedule: Schedule) -> Iterator[tuple[int, Instruction | Step]]:
+    """Instructions and steps in execution order, each with its point or index. Points that go back count as the current one."""
+    steps = schedule.program.steps
+    t = 0
+    for instruction in schedule.instructions:
+        while t < len(steps) and t < instruction.point:
+            yield t, steps[t]
+            t += 1
+        yield t, instruction
+    for i in range(t, len(steps)):
+        yield i, steps[i]
+
+
+def _bucket(schedule: Schedule, index: int | None) -> Bucket | None:
+    return schedule.buckets[index] if index is not None and 0 <= index < len(schedule.buckets) else None
+
+
+class _Held:
+    """The running sums behind `replay`."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._parameters = {p.name: p for p in schedule.program.parameters}
+        self._live: set[str] = set()
+        self._log: list[tuple[bool, str]] = []
+        self._packs: dict[int | None, tuple[int, int]] = {}
+        self._gradients: dict[str, int] = {}
+        self._arriving: dict[int | None, int] = {}
+        self._sums = [0] * 5  # gathered elements and bytes, packing elements and bytes, gradient bytes
+
+    def _size(self, name: str) -> Parameter:
+        return self._parameters.get(name) or Parameter(name, 0, 0)
+
+    def run(self, step: Step) -> None:
+        for name in step.completes:
+            if name not in self._gradients:
+                self._gradients[name] = self._size(name).grad_bytes
+                self._sums[4] += self._gradients[name]
+
+    def execute(self, instruction: Instruction) -> None:
+        names, index, sums = instruction.parameters, instruction.bucket, self._sums
+        if instruction.kind in ("all_gather", "release"):
+            sign = 1 if instruction.kind == "all_gather" else -1
+            for name in names:
+                if (name in self._live) == (sign > 0):
+                    continue
+                (self._live.add if sign > 0 else self._live.discard)(name)
+                self._log.append((sign > 0, name))
+                sums[0] += sign * self._size(name).num_elements
+                sums[1] += sign * self._size(name).num_bytes
+        if instruction.kind == "all_gather" and index not in self._packs:
+            bucket = _bucket(self._schedule, index)
+            packed = [self._size(name) for name in bucket.packed] if bucket else []
+            self._packs[index] = (sum(p.num_elements for p in packed), sum(p.num_bytes for p in packed))
+            sums[2] += self._packs[index][0]
+            sums[3] += self._packs[index][1]
+        elif instruction.kind == "wait":
+            elements, num_bytes = self._packs.pop(index, (0, 0))
+            sums[2] -= elements
+            sums[3] -= num_bytes
+        elif instruction.kind == "reduce_scatter" and index not in self._arriving:
+            self._arriving[index] = sum(self._size(name).grad_bytes for name in names)
+            sums[4] += self._arriving[index]
+        elif instruction.kind == "wait_reduce":
+            sums[4] -= self._arriving.pop(index, 0) + sum(self._gradients.pop(name, 0) for name in names)
+
+    def state(self, point: int, instruction: Instruction | None, step: Step | None) -> State:
+        program, sums = self._schedule.program, self._sums
+        other = program.steps[point].other_bytes if point < len(program.steps) else 0
+        total = sums[1] + sums[3] + sums[4] + program.static_bytes + other
+        elements, num_bytes, packing_elements, packing_bytes, gradients = sums
+        return State(
+            point, instruction, step, len(self._live), elements, num_bytes, packing_elements, packing_bytes, gradients, total,
+            self._log, len(self._log),
+        )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------- rules: the form of a schedule
+
+
+def points(schedule: Schedule) -> Iterator[Finding]:
+    """Points lie in 0..len(steps) and never go back."""
+    latest = 0
+    for instruction in schedule.instructions:
+        if not 0 <= instruction.point <= len(schedule.program.steps):
+            yield f"{instruction.kind} at point {instruction.point}, out of range", instruction.point, None
+        elif instruction.point < latest:
+            yield f"{instruction.kind} at point {instruction.point} stands after point {latest}", instruction.point, None
+        latest = max(latest, instruction.point)
+
+
+def names(schedule: Schedule) -> Iterator[Finding]:
+    """Every name is a parameter of the program, and no instruction or bucket names one twice."""
+    known = {p.name for p in schedule.program.parameters}
+    rows = [(f"{i.kind} at point {i.point}", i.point, i.parameters) for i in schedule.instructions]
+    rows += [(f"bucket {b.index}", None, b.parameters) for b in schedule.buckets]  # type: ignore[misc]
+    for what, point, members in rows:
+        for name in members:
+            if name not in known:
+                yield f"{what} names {name!r}, which the program does not have", point, name
+        if len(set(members)) != len(members):
+            yield f"{what} names a parameter twice", point, None
+
+
+def buckets(schedule: Schedule) -> Iterator[Finding]:
+    """A bucket stands at its index and packs members only; its instructions have its kind and members; a release has no bucket."""
+    for place, bucket in enumerate(schedule.buckets):
+        if bucket.index != place:
+            yield f"bucket {bucket.index} stands at place {place}", None, None
+        for name in set(bucket.packed) - set(bucket.parameters):
+            yield f"bucket {bucket.index} packs {name!r}, which is not a member", None, name
+    for instruction in schedule.instructions:
+        found = _bucket(schedule, instruction.bucket)
+        what = f"{instruction.kind} at point {instruction.point}"
+        if instruction.kind == "release":
+            if instruction.bucket is not None:
+                yield f"{what} has a bucket", instruction.point, None
+        elif found is None or found.kind != _BUCKET_KIND.get(instruction.kind):
+            yield f"{what}: bucket {instruction.bucket} is missing or of another kind", instruction.point, None
+        elif found.parameters != instruction.parameters:
+            odd = next(iter(set(found.parameters) ^ set(instruction.parameters)), None)
+            yield f"{what}: its parameters are not those of bucket {found.index}", instruction.point, odd
+
+
+def launched_once(schedule: Schedule) -> Iterator[Finding]:
+    """Every bucket is launched exactly once and waited for exactly once, after its launch."""
+    counts: dict[tuple[str, int | None], int] = defaultdict(int)
+    for point, event in _walk(schedule):
+        if isinstance(event, Step) or event.kind == "release":
+            continue
+        counts[event.kind, event.bucket] += 1
+        if counts[event.kind, event.bucket] > 1:
+            yield f"bucket {event.bucket}: {event.kind} runs twice", point, None
+        elif any(event.kind == wait and not counts[launch, event.bucket] for launch, wait in _LAUNCHES.items()):
+            yield f"bucket {event.bucket}: {event.kind} before its launch", point, None
+    for bucket in schedule.buckets:
+        for kind in (bucket.kind, _LAUNCHES.get(bucket.kind, "")):
+            if not counts[kind, bucket.index]:
+                yield f"bucket {bucket.index}: {kind} never runs", None, next(iter(bucket.parameters), None)
+
+
+def collective_order(schedule: Schedule) -> Iterator[Finding]:
+    """The collectives of each kind are launched, and waited for, in the order of their buckets: the same on every rank."""
+    latest: dict[str, int] = defaultdict(lambda: -1)
+    for instruction in schedule.instructions:
+        if instruction.bucket is None:
+            continue
+        if instruction.bucket < latest[instruction.kind]:
+            yield (
+                f"{instruction.kind} of bucket {instruction.bucket} stands after that of bucket {latest[instruction.kind]}",
+                instruction.point,
+                next(iter(instruction.parameters), None),
+            )
+        latest[instruction.kind] = max(latest[instruction.kind], instruction.bucket)
+
+
+# --------------------------------------------------------------------------------------------------- rules: parameters
+
+
+def _status_at_reads(schedule: Schedule) -> Iterator[tuple[int, str, str]]:
+    """(step, parameter, "absent" | "in flight" | "gathered" | "released") for every read."""
+    status: dict[str, str] = {}
+    after = {"all_gather": "in flight", "wait": "gathered", "release": "released"}
+    for point, event in _walk(schedule):
+        if isinstance(event, Step):
+            for name in event.reads:
+                yield point, name, status.get(name, "absent")
+        elif event.kind in after:
+            for name in event.parameters:
+                if event.kind != "wait" or status.get(name) == "in flight":
+                    status[name] = after[event.kind]
+
+
+def gathered_before_use(schedule: Schedule) -> Iterator[Finding]:
+    """A step reads only parameters that were gathered."""
+    for step, name, status in _status_at_reads(schedule):
+        if status == "absent":
+            yield f"step {step} reads {name!r}, which was never gathered", step, name
+
+
+def waited_before_use(schedule: Schedule) -> Iterator[Finding]:
+    """A step reads only parameters whose gather was waited for."""
+    for step, name, status in _status_at_reads(schedule):
+        if status == "in flight":
+            yield f"step {step} reads {name!r}, whose gather is still in flight", step, name
+
+
+def no_use_after_release(schedule: Schedule) -> Iterator[Finding]:
+    """A step reads no parameter that was released and not gathered again."""
+    for step, name, status in _status_at_reads(schedule):
+        if status == "released":
+            yield f"step {step} reads {name!r}, which was released", step, name
+
+
+def _transitions(schedule: Schedule) -> Iterator[tuple[int, Instruction, str, bool, bool]]:
+    """(point, instruction, parameter, was it live before, was its gather in flight) for every gather and release."""
+    live: set[str] = set()
+    in_flight: set[str] = set()
+    for point, event in _walk(schedule):
+        if isinstance(event, Step):
+            continue
+        for name in event.parameters:
+            if event.kind in ("all_gather", "release"):
+                yield point, event, name, name in live, name in in_flight
+            if event.kind == "all_gather":
+                live.add(name)
+                in_flight.add(name)
+            elif event.kind in ("wait", "release"):
+                in_flight.discard(name)
+                if event.kind == "release":
+                    live.discard(name)
+
+
+def gathered_once(schedule: Schedule) -> Iterator[Finding]:
+    """Nothing is gathered while it is live."""
+    for point, event, name, live, _ in _transitions(schedule):
+        if event.kind == "all_gather" and live:
+            yield f"{name!r} is gathered at point {point} while it is live", point, name
+
+
+def release_after_wait(schedule: Schedule) -> Iterator[Finding]:
+    """Only what is live is released, and only after its gather was waited for."""
+    for point, event, name, live, in_flight in _transitions(schedule):
+        if event.kind == "release" and (not live or in_flight):
+            yield f"{name!r} is released at point {point} but is {'in flight' if live else 'not live'}", point, name
+
+
+def nothing_leaked(schedule: Schedule) -> Iterator[Finding]:
+    """At the end everything is released, except what escapes, which never is."""
+    escapes = set(schedule.program.escapes)
+    live: dict[str, int] = {}
+    for point, event, name, _, _ in _transitions(schedule):
+        if event.kind == "all_gather":
+            live[name] = point
+        else:
+            live.pop(name, None)
+            if name in escapes:
+                yield f"{name!r} escapes but is released at point {point}", point, name
+    for name, point in live.items():
+        if name not in escapes:
+            yield f"{name!r}, gathered at point {point}, is never released", point, name
+
+
+def turn(schedule: Schedule) -> Iterator[Finding]:
+    """No collective crosses the turn: it is waited for on the side where it is launched; what is live there is exactly `kept`."""
+    index = schedule.program.turn
+    if index is None:
+        for name in schedule.kept:
+            yield f"{name!r} is kept across a turn that the program does not have", None, name
+        return
+    launched: dict[int | None, bool] = {}
+    live: set[str] = set()
+    for point, event in _walk(schedule):
+        if isinstance(event, Step):
+            if point == index:
+                for name in sorted(live ^ set(schedule.kept)):
+                    yield f"{name!r} is {'live' if name in live else 'not live'} at the turn, against `kept`", index, name
+        elif event.kind in _LAUNCHES:
+            launched[event.bucket] = point <= index
+        elif event.bucket is not None and launched.get(event.bucket, point <= index) != (point <= index):
+            member = next(iter(event.parameters), None)
+            yield f"bucket {event.bucket} is launched before the turn and waited for at point {point}", point, member
+        if isinstance(event, Instruction) and event.kind in ("all_gather", "release"):
+            (live.update if event.kind == "all_gather" else live.difference_update)(event.parameters)
+
+
+# ------------------------------------------------------------------------------------------------------- rules: gradients
+
+
+def reduced_once(schedule: Schedule) -> Iterator[Finding]:
+    """Every gradient that the program completes is reduced exactly once, and nothing else is."""
+    counts: dict[str, int] = {name: 0 for step in schedule.program.steps for name in step.completes}
+    for instruction in schedule.instructions:
+        if instruction.kind == "reduce_scatter":
+            for name in instruction.parameters:
+                counts[name] = counts.get(name, -1) + 1
+                if counts[name] != 1:
+                    what = "twice" if counts[name] else "but never completed"
+                    yield f"the gradient of {name!r} is reduced {what}", instruction.point, name
+    for name, count in counts.items():
+        if count == 0:
+            yield f"the gradient of {name!r} is never reduced", None, name
+
+
+def reduced_after_completion(schedule: Schedule) -> Iterator[Finding]:
+    """A reduction is launched after the last step that completes one of its gradients."""
+    complete = {name: t for t, step in enumerate(schedule.program.steps) for name in step.completes}
+    for point, event in _walk(schedule):
+        if isinstance(event, Instruction) and event.kind == "reduce_scatter":
+            for name in event.parameters:
+                if complete.get(name, -1) >= point:
+                    yield f"the gradient of {name!r} is reduced at point {point}, complete after step {complete[name]}", point, name
+
+
+# ---------------------------------------------------------------------------------------------------------- rules: limits
+
+
+def max_live_parameters(schedule: Schedule) -> Iterator[Finding]:
+    """Gathered parameters and packing buffers never hold more elements than `max_live_parameters`."""
+    limit = schedule.limits.max_live_parameters
+    for state in replay(schedule):
+        if state.num_elements > limit:
+            when = f"during step {state.point}" if state.instruction is None else f"after {state.instruction.kind} at {state.point}"
+            yield f"{state.num_elements:,} elements are live {when}, the limit is {limit:,}", state.point, None
+
+
+def memory_budget(schedule: Schedule) -> Iterator[Finding]:
+    """All that is held never takes more bytes than `memory_budget`, after any instruction and during any step."""
+    limit = schedule.limits.memory_budget
+    if limit is None:
+        return
+    for state in replay(schedule):
+        if state.total_bytes > limit:
+            when = f"during step {state.point}" if state.instruction is None else f"after {state.instruction.kind} at {state.point}"
+            yield f"{state.total_bytes:,} bytes are held {when}, the limit is {limit:,}", state.point, None
+
+
+def bucket_size(schedule: Schedule) -> Iterator[Finding]:
+    """A bucket of more than one member has at most `prefetch_bucket_size` or `reduce_bucket_size` elements."""
+    elements = {p.name: p.num_elements for p in schedule.program.parameters}
+    limits = {"all_gather": schedule.limits.prefetch_bucket_size, "reduce_scatter": schedule.limits.reduce_bucket_size}
+    for bucket in schedule.buckets:
+        size, limit = sum(elements.get(name, 0) for name in bucket.parameters), limits.get(bucket.kind)
+        if len(bucket.parameters) > 1 and limit is not None and size > limit:
+            yield f"{bucket.kind} bucket {bucket.index} has {size:,} elements, the limit is {limit:,}", None, bucket.parameters[0]
+
+
+def reuse_distance(schedule: Schedule) -> Iterator[Finding]:
+    """What is kept between two reads is small, or escapes, or at most `max_reuse_distance` elements are read in between."""
+    parameters = {p.name: p for p in schedule.program.parameters}
+    limits, escapes = schedule.limits, set(schedule.program.escapes)
+    if 2 * sum(p.num_elements for p in parameters.values()) <= limits.max_reuse_distance:
+        return
+    kept: list[tuple[int, int, str]] = []
+    latest: dict[str, int] = {}
+    for point, event in _walk(schedule):
+        if isinstance(event, Step):
+            for name in set(event.reads):
+                if latest.get(name, -1) >= 0 and name not in escapes:
+                    kept.append((latest[name], point, name))
+                latest[name] = point
+        elif event.kind in ("all_gather", "release"):
+            latest.update(dict.fromkeys(event.parameters, -1))
+    kept = [gap for gap in kept if parameters[gap[2]].numel > limits.param_persistence_threshold]
+    for (start, stop, name), distance in zip(sorted(kept), _distances(schedule, sorted(kept))):
+        if distance > limits.max_reuse_distance:
+            text = f"{name!r} is kept from step {start} to {stop} over {distance:,} elements"
+            yield f"{text}, the limit is {limits.max_reuse_distance:,}", stop, name
+
+
+def _distances(schedule: Schedule, spans: list[tuple[int, int, str]]) -> list[int]:
+    """Elements read strictly inside each span, each parameter once a phase. `spans` is sorted.
+
+    Swept from the right: at each start, a parameter counts at its first read to the right of it.
+    """
+    elements = {p.name: p.num_elements for p in schedule.program.parameters}
+    steps = schedule.program.steps
+    sums = [0] * (len(steps) + 1)
+    first: dict[tuple[str, bool], int] = {}
+
+    def add(t: int, amount: int) -> None:
+        while t < len(sums):
+            sums[t] += amount
+            t |= t + 1
+
+    distances, swept = [], len(steps)
+    for start, stop, _ in reversed(spans):
+        while swept > start + 1:
+            swept -= 1
+            for name in set(steps[swept].reads):
+                key = (name, steps[swept].phase == "backward")
+                add(first.get(key, len(sums)), -elements[name])
+                first[key] = swept
+                add(swept, elements[name])
+        total, t = 0, stop - 1  # steps 0..stop-1; nothing before start+1 has been entered
+        while t >= 0:
+            total += sums[t]
+            t = (t & (t + 1)) - 1
+        distances.append(total)
+    return distances[::-1]
+
+
+# ------------------------------------------------------------------------------------------------- rules: happens-before
+
+
+def happens_before(schedule: Schedule) -> Iterator[Finding]:
+    """Two accesses to a buffer on different streams, one of which writes or frees it, are joined by a path.
+
+        compute   --launch--> s0 -----------------wait--> reads, release        edges: program order on each stream,
+                     |                             ^                            a launch to its collective,
+        gather       +----> writes the buffer -----+                            a collective to its wait
+
+    Each stream runs in order, so what an event has seen of a stream is one number: how far it had got (a vector clock). The
+    gather stream writes parameters that compute reads and frees; the reduce stream reads gradients that compute writes, and
+    that compute frees at `wait_reduce`.
+    """
+    clock = {"compute": [0, 0, 0], "gather": [0, 0, 0], "reduce": [0, 0, 0]}  # seen of compute, gather, reduce
+    ended: dict[int | None, list[int]] = {}
+    written: dict[str, int] = {}  # parameter -> its gather's place on the gather stream
+    taken: dict[str, int] = {}  # gradient -> its reduction's place on the reduce stream
+    completed: dict[str, int] = {}  # gradient -> the compute event that wrote it
+    compute = clock["compute"]
+    for point, event in _walk(schedule):
+        compute[0] += 1
+        if isinstance(event, Step):
+            for name in event.reads:
+                if written.get(name, 0) > compute[1]:
+                    yield f"step {point} reads {name!r} while its gather may still write it", point, name
+            for name in event.completes:
+                completed[name] = compute[0]
+                if taken.get(name, 0) > compute[2]:
+                    yield f"step {point} writes the gradient of {name!r} while its reduction may still read it", point, name
+        elif event.kind in _LAUNCHES:
+            stream = clock["gather" if event.kind == "all_gather" else "reduce"]
+            lane = 1 if event.kind == "all_gather" else 2
+            stream[:] = [max(pair) for pair in zip(stream, compute)]
+            stream[lane] += 1
+            ended.setdefault(event.bucket, list(stream))
+            (written if lane == 1 else taken).update(dict.fromkeys(event.parameters, stream[lane]))
+        else:
+            if event.kind != "release":
+                compute[:] = [max(pair) for pair in zip(compute, ended.get(event.bucket, compute))]
+            lane, users = (2, taken) if event.kind == "wait_reduce" else (1, written)
+            for name in event.parameters:
+                if event.kind != "wait" and users.get(name, 0) > compute[lane]:
+                    yield f"{event.kind} at point {point} frees {name!r} while a collective may use it", point, name
+
+
+# -------------------------------------------------------------------------------------------------------------- the table
+
+RULES: dict[str, Rule] = {
+    "points": points,
+    "names": names,
+    "buckets": buckets,
+    "launched_once": launched_once,
+    "collective_order": collective_order,
+    "gathered_before_use": gathered_before_use,
+    "waited_before_use": waited_before_use,
+    "no_use_after_release": no_use_after_release,
+    "gathered_once": gathered_once,
+    "release_after_wait": release_after_wait,
+    "nothing_leaked": nothing_leaked,
+    "turn": turn,
+    "reduced_once": reduced_once,
+    "reduced_after_completion": reduced_after_completion,
+    "max_live_parameters": max_live_parameters,
+    "memory_budget": memory_budget,
+    "bucket_size": bucket_size,
+    "reuse_distance": reuse_distance,
+    "happens_before": happens_before,
+}
+
+
+def violations(schedule: Schedule) -> Iterator[ScheduleError]:
+    """Every violation of every rule, in the table's order, as errors that were not raised."""
+    for rule, find in RULES.items():
+        for message, step, parameter in find(schedule):
+            yield ScheduleError(message, rule=rule, step=step, parameter=parameter)
+
+
+def verify(schedule: Schedule) -> None:
+    """Accept the schedule, or raise.
+
+    Raises:
+        ScheduleError: the first violation, with its rule, step and parameter.
+
+    Example:
+        >>> from zfx.ir import Limits, Parameter, Program
+        >>> program = Program((Parameter("w", 10, 40),), (Step("mul", "forward", reads=("w",)),))
+        >>> verify(Schedule(program, Limits()))
+        Traceback (most recent call last):
+        zfx.errors.ScheduleError: [gathered_before_use] step 0 reads 'w', which was never gathered
+    """
+    for violation in violations(schedule):
+        raise violation
+
+
+__all__ = ["RULES", "State", "replay", "verify", "violations"]
