@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from zfx.ir import CostModel, Limits, Schedule
+from zfx.ir import CostModel, Schedule
 
 from .memory import Profile, byte_room, element_room, gathered_bytes, gathered_elements, gradient_bytes
 from .timeline import Gather, Interval, read, turn_of, write
@@ -42,28 +42,29 @@ def bucket_gathers(schedule: Schedule) -> Schedule:
     room = _Room(elements, num_bytes)
     gathers: list[Gather] = []
     members: list[Interval] = []
+    held_elements = held_bytes = 0
     ended: dict[str, int] = {}
     for interval in order:
+        parameter = interval.parameter
         if members:
-            same_phase = (members[0].first <= turn) == (interval.first <= turn)
-            free_by_then = ended.get(interval.parameter.name, -1) < members[0].first
-            joins = same_phase and free_by_then and _small_enough(members, interval, costs, limits)
-            if not (joins and room.stretch(members, interval)):
+            joins = (
+                held_bytes < costs.bucket_bytes
+                and held_elements + parameter.num_elements <= limits.prefetch_bucket_size
+                and (members[0].first <= turn) == (interval.first <= turn)
+                and ended.get(parameter.name, -1) < members[0].first
+                and room.stretch(members[-1].first, interval)
+            )
+            if not joins:
                 gathers.append(_close(members, room, costs))
-                members = []
-        if not members:
-            room.open()
+                members, held_elements, held_bytes = [], 0, 0
+                room.open()
         members.append(interval)
-        ended[interval.parameter.name] = interval.last
+        held_elements += parameter.num_elements
+        held_bytes += parameter.num_bytes
+        ended[parameter.name] = interval.last
     if members:
         gathers.append(_close(members, room, costs))
     return write(replace(timeline, gathers=tuple(gathers)))
-
-
-def _small_enough(members: list[Interval], interval: Interval, costs: CostModel, limits: Limits) -> bool:
-    num_bytes = sum(i.parameter.num_bytes for i in members)
-    num_elements = sum(i.parameter.num_elements for i in members) + interval.parameter.num_elements
-    return num_bytes < costs.bucket_bytes and num_elements <= limits.prefetch_bucket_size
 
 
 def _close(members: list[Interval], room: _Room, costs: CostModel) -> Gather:
@@ -88,9 +89,9 @@ class _Room:
     def open(self) -> None:
         self._least_elements = self._least_bytes = inf
 
-    def stretch(self, members: list[Interval], interval: Interval) -> bool:
-        """Make `interval` live from the first member's first read on, if there is room."""
-        start, stop = members[-1].first, interval.first
+    def stretch(self, start: int, interval: Interval) -> bool:
+        """Make `interval` live from the launch on, if there is room; `start` is the first read of the member before it."""
+        stop = interval.first
         elements, num_bytes = self._least_elements, self._least_bytes
         if start < stop:
             elements = min(elements, *self._during_elements[start:stop], *self._elements.before[start + 1 : stop + 1])

@@ -33,28 +33,28 @@ def bucket_reductions(schedule: Schedule) -> Schedule:
     room = byte_room(timeline) - gathered_bytes(timeline)
     reductions: list[Reduction] = []
     members: list[Parameter] = []
-    completed = -1
+    completed, held_elements, held_bytes = -1, 0, 0
 
     def close() -> None:
         small = [p for p in members if p.grad_bytes < costs.pack_threshold_bytes]
         packed = tuple(small) if len(small) > 1 else ()
         reductions.append(Reduction(tuple(members), completed + 1, completed + 1, packed))
-        members.clear()
 
     for step, gradient, later_bytes, step_bytes in _in_completion_order(timeline):
         if members:
-            num_bytes = sum(p.grad_bytes for p in members)
-            num_elements = sum(p.num_elements for p in members) + gradient.num_elements
             joins = (
-                num_bytes < costs.bucket_bytes
-                and num_elements <= limits.reduce_bucket_size
+                held_bytes < costs.bucket_bytes
+                and held_elements + gradient.num_elements <= limits.reduce_bucket_size
                 and (completed < turn) == (step < turn)
-                and _holds(room, num_bytes, completed, step, step_bytes)
-                and 2 * (num_bytes + gradient.grad_bytes) + later_bytes <= room.before[step + 1]
+                and _holds(room, held_bytes, completed, step, step_bytes)
+                and 2 * (held_bytes + gradient.grad_bytes) + later_bytes <= room.before[step + 1]
             )
             if not joins:
                 close()
+                members, held_elements, held_bytes = [], 0, 0
         members.append(gradient)
+        held_elements += gradient.num_elements
+        held_bytes += gradient.grad_bytes
         completed = step
     if members:
         close()

@@ -109,12 +109,6 @@ def completions_of(program: Program) -> list[tuple[Parameter, ...]]:
     return [tuple(parameters[n] for n in unique(s.completes) if last[n] == t) for t, s in enumerate(program.steps)]
 
 
-def below_threshold(sizes: Iterable[tuple[int, object]], threshold: int) -> list[object]:
-    """The members smaller than the threshold, if there are at least two: one alone gains nothing from a pack."""
-    small = [member for size, member in sizes if size < threshold]
-    return small if len(small) > 1 else []
-
-
 def read(schedule: Schedule) -> Timeline:
     """The schedule by parameter. Expects a schedule that the verifier accepts."""
     program = schedule.program

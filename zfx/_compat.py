@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -46,12 +47,23 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def allow_rnn() -> Any:
+    """While active, Dynamo lets RNN modules pass by (they run as leaves; it would refuse to look at them)."""
+    return torch._dynamo.config.patch(allow_rnn=True)
+
+
+def fresh_symbols_ignored(tensors: Any) -> Any:
+    """While active, data-dependent sizes that come up on these fake tensors need not appear in any output."""
+    shape_env = next((t.fake_mode.shape_env for t in tensors if hasattr(t, "fake_mode")), None)
+    return shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else contextlib.nullcontext()
+
+
 def recompile_limit() -> int:
     return torch._dynamo.config.recompile_limit
 
 
 __all__ = [
     "CheckpointPolicy", "DTensorSpec", "StorageWeakRef", "_BoxedCodeGen", "_coalescing_manager", "_reparametrize_module",
-    "all_gather_single", "aot_autograd", "default_partition", "default_store", "dtensor_spec", "dynamo_errors",
+    "all_gather_single", "allow_rnn", "aot_autograd", "default_partition", "default_store", "dtensor_spec", "dynamo_errors", "fresh_symbols_ignored",
     "make_dtensor", "nonstrict_trace", "recompile_limit", "reduce_scatter_single",
 ]

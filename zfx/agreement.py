@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .errors import RankMismatch
 
-_GRACE_S = 3.0  # how long a rank that has failed waits for the others' last words
+_GRACE_S = 3.0  # how long a rank that has failed waits for the others' last words; at most a quarter of the timeout
 _COMPILE_S = 1800.0  # patience with a rank that says that it compiles
 
 
@@ -39,6 +39,7 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup, store: Any, key: str, timeout_s: float) -> None:
         self.group, self.store, self.key, self.timeout_s = group, store, key, timeout_s
+        self.grace_s = min(_GRACE_S, timeout_s / 4)
         self.rank, self.world_size = group.rank(), group.size()
         self.global_ranks = dist.get_process_group_ranks(group)
         self.count = 0
@@ -73,7 +74,8 @@ class Agreement:
     def _finish(self, work: Any, description: Sequence[str]) -> None:
         # the all-reduce itself may take for ever; patience is counted here, because a gloo operation that ran into its own
         # timeout can't be waited for again
-        patience, end = time.monotonic() + self.timeout_s, time.monotonic() + self.timeout_s + _COMPILE_S
+        allowed = self.timeout_s - self.grace_s
+        patience, end = time.monotonic() + allowed, time.monotonic() + allowed + _COMPILE_S
         while True:
             left = patience - time.monotonic()
             try:
@@ -85,7 +87,7 @@ class Agreement:
                 if work.is_completed():
                     return
             if self._someone_compiles():
-                patience = min(end, time.monotonic() + self.timeout_s)
+                patience = min(end, time.monotonic() + allowed)
             if time.monotonic() > patience:
                 self._fail(description, f"a rank did not start execution {self.count} within {self.timeout_s:g} s")
 
@@ -127,7 +129,7 @@ class Agreement:
         theirs = {self.rank: list(description)}
         try:
             self.store.set(f"{self.key}/last/{self.rank}", json.dumps(list(description)))
-            end = time.monotonic() + _GRACE_S
+            end = time.monotonic() + self.grace_s
             while len(theirs) < self.world_size and time.monotonic() < end:
                 for rank in range(self.world_size):
                     key = f"{self.key}/last/{rank}"

@@ -72,7 +72,8 @@ def compile(model: M, world_size: int | None = None, *, mesh: DeviceMesh | None 
                 if buffer is not None and buffer.device != device and buffer.device.type != "meta":
                     module._buffers[name] = buffer.to(device)
     base = type(model)
-    engine = Engine(base.__name__, layouts, slots, base.forward, world_size, limits, costs, channels)
+    engine = Engine(base.__name__, layouts, slots, base.forward, world_size, limits, costs, channels,
+                    has_rnn=any(isinstance(m, nn.RNNBase) for m in model.modules()))
     model.__dict__["_zfx_engine"] = engine
     model.__class__ = _subclass(base)
     return model

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import re
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from . import build
-from ._compat import aot_autograd, dynamo_errors, recompile_limit
+from ._compat import allow_rnn, aot_autograd, dynamo_errors, recompile_limit
 from .build import Planned
 from .errors import CaptureError, ZfxError
 from .ops import ALL_GATHER
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 log = logging.getLogger("zfx")
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def compiled(engine: Engine) -> Callable[..., Any]:
@@ -74,14 +76,29 @@ def _check_captured(engine: Engine, gm: fx.GraphModule, example_inputs: Sequence
             name = engine.layouts[node.args[2]].name
             raise CaptureError(
                 f"the forward changes parameter {name!r} in place; the change would be made to a gathered copy and lost",
-                advice=f"make the change between steps, inside `with model.zfx.gathered([{name!r}], writeback=True):`")
+                advice=f"make the change between steps, inside `with model.zfx.gathered([{name!r}], writeback=True):`",
+                location=_line_of_change(node))
+
+
+def _line_of_change(gather: fx.Node) -> str | None:
+    """Where the captured code changes this value in place: the first operation on it (or a view of it) that ends in `_`."""
+    related = {gather}
+    for node in gather.graph.nodes:
+        if any(a in related for a in node.all_input_nodes):
+            related.add(node)
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            found = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
+            if name.endswith("_") and not name.endswith("__") and found:
+                file, line, function = found[-1]
+                return f"{file}:{line} in {function}"
+    return None
 
 
 @contextlib.contextmanager
 def explained(engine: Engine) -> Iterator[None]:
     """Turn what torch.compile raises into a `CaptureError` that names the user's line, or into our own error that it wraps."""
     try:
-        with warnings.catch_warnings():
+        with allow_rnn() if engine.has_rnn else contextlib.nullcontext():
             yield
     except ZfxError:
         raise
@@ -108,7 +125,7 @@ def _capture_error(error: BaseException) -> CaptureError:
     text = str(error).strip()
     limit = "ecompile limit" in text or "recompile_limit" in text or type(error).__name__ == "FailOnRecompileLimitHit"
     reason = f"recompiled more than {recompile_limit()} times" if limit else _first_sentences(text)
-    return CaptureError(reason, location=_location(error), advice=_ADVICE["recompile" if limit else "default"])
+    return CaptureError(reason, location=_location(error) or _location_in(text), advice=_ADVICE["recompile" if limit else "default"])
 
 
 def _first_sentences(text: str) -> str:
@@ -117,9 +134,15 @@ def _first_sentences(text: str) -> str:
     return " ".join([lines[0] if lines else "unknown", *wanted])
 
 
+def _location_in(text: str) -> str | None:
+    """Guards name the line that made them: `...  # self.count += 1  # model.py:68 in forward`."""
+    found = re.findall(r"# (\S+:\d+ in \w+)", text)
+    return found[-1] if found else None
+
+
 def _location(error: BaseException) -> str | None:
     """The innermost frame of the user's own code: neither torch's nor ours."""
     frames: list[traceback.FrameSummary] = list(getattr(error, "real_stack", None) or [])
-    own = [f for f in frames if "/torch/" not in f.filename and "/zfx/" not in f.filename]
+    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(_HERE)]
     last = (own or frames)[-1:] if frames else []
     return f"{last[0].filename}:{last[0].lineno} in {last[0].name}" if last else None

@@ -146,12 +146,13 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
     """
     graph = nx.MultiDiGraph(world_size=schedule.program.world_size)
     steps, number = schedule.program.steps, itertools.count()
+    parameters, costs = {p.name: p for p in schedule.program.parameters}, schedule.program.costs
     nodes: list[tuple[str, Step | Instruction]] = []
     for point, instructions in enumerate(by_point(schedule)):
         phase = steps[min(point, len(steps) - 1)].phase if steps else "forward"
         for instruction in instructions:
             nodes.append((f"instruction_{next(number)}", instruction))
-            graph.add_node(nodes[-1][0], position=len(nodes) - 1, phase=phase, **_instruction_facts(schedule, instruction))
+            graph.add_node(nodes[-1][0], position=len(nodes) - 1, phase=phase, **_instruction_facts(instruction, parameters, costs))
         if point < len(steps):
             nodes.append((f"step_{point}", steps[point]))
             graph.add_node(nodes[-1][0], position=len(nodes) - 1, **_step_facts(steps[point], point))
@@ -245,15 +246,15 @@ def _step_facts(step: Step, index: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _instruction_facts(schedule: Schedule, instruction: Instruction) -> dict[str, Any]:
+def _instruction_facts(instruction: Instruction, parameters: Mapping[str, Parameter], costs: CostModel) -> dict[str, Any]:
     kind, bucket = instruction.kind, instruction.bucket
     is_reduction = kind in ("reduce_scatter", "wait_reduce")
-    sizes = {p.name: p.grad_bytes if is_reduction else p.num_bytes for p in schedule.program.parameters}
-    num_bytes = sum(sizes.get(name, 0) for name in instruction.parameters)
+    known = [parameters[name] for name in instruction.parameters if name in parameters]
+    num_bytes = sum(p.grad_bytes if is_reduction else p.num_bytes for p in known)
     facts = {
         "kind": kind, "name": kind if bucket is None else f"{kind} {bucket}", "op": f"zfx.{kind}", "point": instruction.point,
         "stream": _STREAMS.get(kind, "compute"), "parameters": instruction.parameters, "num_bytes": num_bytes,
-        "duration_us": collective_us(schedule.program.costs, num_bytes) if kind in _STREAMS else 0.0,
+        "duration_us": collective_us(costs, num_bytes) if kind in _STREAMS else 0.0,
     }  # fmt: skip
     return facts if bucket is None else {**facts, "bucket": bucket}
 

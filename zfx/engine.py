@@ -75,9 +75,11 @@ class Engine:
     """
 
     def __init__(self, model_name: str, layouts: Sequence[Layout], slots: Sequence[tuple[dict[str, Any], str]],
-                 forward: Callable[..., Any], world_size: int, limits: Limits, costs: CostModel, channels: Channels | None) -> None:
+                 forward: Callable[..., Any], world_size: int, limits: Limits, costs: CostModel, channels: Channels | None,
+                 has_rnn: bool = False) -> None:
         self.model_name, self.layouts, self.slots = model_name, tuple(layouts), tuple(slots)
         self.world_size, self.limits, self.costs, self.channels = world_size, limits, costs, channels
+        self.has_rnn = has_rnn
         self.index = {layout.name: i for i, layout in enumerate(layouts)}
         self.schedules: list[Schedule] = []
         self.graphs: list[dict[str, torch.fx.GraphModule]] = []

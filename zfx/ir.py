@@ -59,6 +59,14 @@ class CostModel:
     pack_threshold_bytes: int = 65_536
     bucket_bytes: int = 4_194_304
 
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_us", "flops_per_us", "memory_bytes_per_us"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"CostModel.{name} must be above 0, got {getattr(self, name)!r}")
+        for name in ("latency_us", "pack_threshold_bytes", "bucket_bytes"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"CostModel.{name} must not be negative, got {getattr(self, name)!r}")
+
     def collective_us(self, num_bytes: int) -> float:
         return self.latency_us + num_bytes / self.bytes_per_us
 
@@ -145,6 +153,9 @@ class Program:
         if len({s.name for s in self.steps}) != len(self.steps):
             raise ValueError("step names must be unique")
         order = {"forward": 0, "turn": 1, "backward": 2}
+        strange = next((s for s in self.steps if s.phase not in order), None)
+        if strange is not None:
+            raise ValueError(f"step {strange.name!r} has the unknown phase {strange.phase!r}")
         ranks = [order[s.phase] for s in self.steps]
         if ranks != sorted(ranks) or ranks.count(1) > 1 or (2 in ranks and 1 not in ranks):
             raise ValueError("steps must be forward, then one turn, then backward")
@@ -152,6 +163,8 @@ class Program:
             unknown = (set(step.reads) | set(step.completes)) - known
             if unknown:
                 raise ValueError(f"step {step.name!r} names unknown parameters {sorted(unknown)}")
+        if set(self.escapes) - known:
+            raise ValueError(f"escapes names unknown parameters {sorted(set(self.escapes) - known)}")
 
     @property
     def turn(self) -> int | None:

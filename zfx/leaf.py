@@ -25,7 +25,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from ._compat import _reparametrize_module, nonstrict_trace
+from ._compat import _reparametrize_module, fresh_symbols_ignored, nonstrict_trace
 from .errors import CaptureError
 
 _leaves: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
@@ -89,7 +89,7 @@ class _Site:
         self.leaf_id, self.params, self.buffers, self.inputs, self.others = leaf_id, params, buffers, inputs, others
         self.outputs: Any = None
         self.result_others: list[Any] = []
-        self.result_shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self.result_shapes: list[tuple[Any, torch.dtype]] = []
 
 
 _sites: dict[int, _Site] = {}
@@ -107,9 +107,9 @@ def _call(leaf_id: int, params: dict[str, torch.Tensor], buffers: dict[str, torc
     _sites[site_id] = site
     weakref.finalize(_leaves[leaf_id], _sites.pop, site_id, None)
     needs = [t.requires_grad for t in (*params.values(), *tensors)]
-    results = torch.ops.zfx.leaf(list(params.values()), list(buffers.values()), tensors, needs, site_id)
+    results = torch.ops.zfx.leaf(list(params.values()), [b.clone() for b in buffers.values()], tensors, needs, site_id)
     outputs, changed = results[: len(results) - len(buffers) - 1], results[len(results) - len(buffers) - 1 : -1]
-    return _rebuild(site, outputs), dict(zip(buffers, changed))
+    return _rebuild(site, outputs), {name: value.detach() for name, value in zip(buffers, changed)}
 
 
 def _rebuild(site: _Site, tensors: Sequence[torch.Tensor]) -> Any:
@@ -162,15 +162,16 @@ def leaf(params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs
 def _(params: Any, buffers: Any, inputs: Any, needs: Any, site: int) -> list[torch.Tensor]:
     where = _sites[site]
     try:
-        outputs = _run(where, params, [b.clone() for b in buffers], inputs)
+        with fresh_symbols_ignored((*params, *inputs)):
+            outputs = _run(where, params, [b.clone() for b in buffers], inputs)
     except Exception:  # whatever a module that looks at data runs into on tensors without data
         like = next((t for t in inputs if t.is_floating_point()), None)
         if like is None:
             raise
         outputs = [like]
         where.outputs, where.result_others = (pytree.tree_structure(0), [True]), []
-    outputs = [torch.empty_like(o) for o in outputs]
-    where.result_shapes = [(tuple(o.shape), o.dtype) for o in outputs]  # type: ignore[misc]
+    outputs = [o.new_empty(o.shape) for o in outputs]
+    where.result_shapes = [(tuple(o.shape), o.dtype) for o in outputs]
     return [*outputs, *(torch.empty_like(b) for b in buffers), torch.empty(_rng_size(), dtype=torch.uint8)]
 
 
@@ -183,7 +184,7 @@ def leaf_backward(grads: Sequence[torch.Tensor], params: Sequence[torch.Tensor],
 
 @leaf_backward.register_fake
 def _(grads: Any, params: Any, buffers: Any, inputs: Any, state: Any, needs: Any, site: int) -> list[torch.Tensor]:
-    return [torch.empty_like(t) for t, needed in zip((*params, *inputs), needs) if needed]
+    return [t.new_empty(t.shape) for t, needed in zip((*params, *inputs), needs) if needed]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -215,15 +216,22 @@ def forward_leaf(params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
     with torch.no_grad():
         outputs = _run(where, params, changed, inputs)
     taken = {t.untyped_storage()._cdata for t in (*params, *inputs)}
-    outputs = [o.clone() if o.untyped_storage()._cdata in taken else o for o in outputs]
-    for output, (shape, dtype) in zip(outputs, planned):
-        static = [size for size in shape if not isinstance(size, torch.SymInt)]
-        if len(outputs) != len(planned) or output.dim() != len(shape) or output.dtype != dtype or any(
-                isinstance(s, int) and s != o for s, o in zip(shape, output.shape)):
-            raise CaptureError(f"the leaf {type(_leaves[where.leaf_id]).__name__} returned {tuple(output.shape)} {output.dtype} where capture "
-                               f"had to assume {shape} {dtype} ({len(static)} sizes known)",
-                               advice="give the leaf a boundary at which the shapes of its outputs do not depend on data")
+    outputs = [(o.clone() if o.untyped_storage()._cdata in taken else o).contiguous() for o in outputs]
+    _compare(where, outputs, planned)
     return [*outputs, *changed, state]
+
+
+def _compare(site: _Site, outputs: list[torch.Tensor], planned: list[tuple[Any, torch.dtype]]) -> None:
+    """See [Note: shapes of a leaf]. Symbolic sizes can't be compared here; what reads the output will."""
+    def differs(output: torch.Tensor, shape: Any, dtype: torch.dtype) -> bool:
+        return output.dim() != len(shape) or output.dtype != dtype or any(
+            isinstance(size, int) and size != real for size, real in zip(shape, output.shape))
+
+    if len(outputs) != len(planned) or any(differs(o, *p) for o, p in zip(outputs, planned)):
+        real = [f"{tuple(o.shape)} {o.dtype}" for o in outputs]
+        assumed = [f"{tuple(shape)} {dtype}" for shape, dtype in planned]
+        raise CaptureError(f"the leaf {type(_leaves[site.leaf_id]).__name__} returned {real} where capture had to assume {assumed}",
+                           advice="give the leaf a boundary at which the shapes of its outputs do not depend on data")
 
 
 def backward_leaf(grads: Sequence[torch.Tensor], params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor],
@@ -239,7 +247,7 @@ def backward_leaf(grads: Sequence[torch.Tensor], params: Sequence[torch.Tensor],
             found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True) if pairs else [None] * len(wanted)
     finally:
         torch.set_rng_state(now)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found)]
+    return [t.new_zeros(t.shape) if g is None else g.contiguous() for t, g in zip(wanted, found)]
 
 
 def _rng_size() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class Limits:
             value = getattr(self, name)
             if name == "memory_budget" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value != int(value):
                 raise ValueError(f"Limits.{name} must be a whole number, got {value!r}")
             if value < 0:
                 raise ValueError(f"Limits.{name} must not be negative, got {value!r}")
