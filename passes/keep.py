@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from zfx.ir import Parameter, Program, Schedule
 
 from .memory import byte_room, element_room, gathered_bytes, gathered_elements, gradient_bytes
-from .timeline import Gather, Interval, Timeline, read, unique, write
+from .timeline import Gather, Interval, Timeline, read, turn_of, unique, write
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def keep_parameters(schedule: Schedule) -> Schedule:
         and (gap.distance <= limits.max_reuse_distance or gap.parameter.numel <= limits.param_persistence_threshold)
     ]
     on_demand = replace(timeline, gathers=_intervals(program, set()))
-    kept = {(gap.parameter.name, gap.start) for gap in _that_fit(wanted, on_demand)}
+    kept = _once_kept_stays(program, {(gap.parameter.name, gap.start) for gap in _that_fit(wanted, on_demand)})
     return write(replace(timeline, gathers=_intervals(program, kept)))
 
 
@@ -93,6 +93,18 @@ def gaps(program: Program) -> Iterator[Gap]:
                 add(latest[key], -size)
             latest[key] = t
             add(t, size)
+
+
+def _once_kept_stays(program: Program, kept: set[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Give up the gap over the turn of a parameter that would be gathered again later in the backward.
+
+    What is kept over the turn reaches the backward as a saved tensor, in the place of the shard: there is nothing left there to
+    gather it from. Giving a gap up only holds less.
+    """
+    turn = turn_of(program)
+    again = {gap.parameter.name for gap in gaps(program) if gap.start > turn and (gap.parameter.name, gap.start) not in kept}
+    crossing = {(gap.parameter.name, gap.start) for gap in gaps(program) if gap.start <= turn < gap.stop}
+    return {key for key in kept if key not in crossing or key[0] not in again}
 
 
 def _intervals(program: Program, kept: set[tuple[str, int]]) -> tuple[Gather, ...]:

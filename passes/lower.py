@@ -105,6 +105,8 @@ class _Lowering:
         elif node.op == "placeholder" and KEPT in node.meta:
             copy._rename(_identifier(node.meta[KEPT]))
             self.values[node.meta[KEPT]] = copy
+        if node not in self.copies:  # a view that is made again is no step
+            copy.meta["zfx_step"] = f"{self.part.phase}.{node.name}"
         self.copies[node] = copy
         self.made_from[node] = self.values.get(self.aliases[node]) if node in self.aliases else None
         return copy

@@ -29,7 +29,7 @@ class GatheredMeter:
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.on_node: Callable[[str, int], None] = lambda name, num_bytes: None
+        self.on_node: Callable[[torch.fx.Node, int], None] = lambda node, num_bytes: None
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -137,22 +137,21 @@ def runner(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     def run(args: list[Any]) -> Any:
         meter = GatheredMeter.active
-        if meter is None:
-            return gm.forward(args)
-        values = list(args)
-        args.clear()
-        return _Metered(gm, meter).run(*values)
+        return gm.forward(args) if meter is None else _Metered(gm, meter, args).run()
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
 class _Metered(torch.fx.Interpreter):
-    def __init__(self, gm: torch.fx.GraphModule, meter: GatheredMeter) -> None:
+    def __init__(self, gm: torch.fx.GraphModule, meter: GatheredMeter, args: list[Any]) -> None:
         super().__init__(gm, garbage_collect_values=True)
-        self.meter = meter
+        self.meter, self.boxed = meter, args
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.boxed.pop(0)  # boxed: nothing else may keep an argument alive
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)
-        self.meter.on_node(n.name, self.meter.num_bytes())
+        self.meter.on_node(n, self.meter.num_bytes())
         return result

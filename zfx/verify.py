@@ -332,13 +332,15 @@ def nothing_leaked(schedule: Schedule) -> Iterator[Finding]:
 
 
 def turn(schedule: Schedule) -> Iterator[Finding]:
-    """No collective crosses the turn: it is waited for on the side where it is launched; what is live there is exactly `kept`."""
+    """No collective crosses the turn: it is waited for on the side where it is launched; what is live there is exactly `kept`,
+    and the backward, which gets it in place of the shard, does not gather it again."""
     index = schedule.program.turn
     if index is None:
         for name in schedule.kept:
             yield f"{name!r} is kept across a turn that the program does not have", None, name
         return
     launched: dict[int | None, bool] = {}
+    kept = set(schedule.kept)
     live: set[str] = set()
     for point, event in _walk(schedule):
         if isinstance(event, Step):
@@ -347,6 +349,9 @@ def turn(schedule: Schedule) -> Iterator[Finding]:
                     yield f"{name!r} is {'live' if name in live else 'not live'} at the turn, against `kept`", index, name
         elif event.kind in _LAUNCHES:
             launched[event.bucket] = point <= index
+            for name in event.parameters if event.kind == "all_gather" and point > index else ():
+                if name in kept:
+                    yield f"{name!r} is kept over the turn and gathered again at point {point}", point, name
         elif event.bucket is not None and launched.get(event.bucket, point <= index) != (point <= index):
             member = next(iter(event.parameters), None)
             yield f"bucket {event.bucket} is launched before the turn and waited for at point {point}", point, member
