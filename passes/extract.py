@@ -18,7 +18,6 @@ from torch.utils.flop_counter import flop_registry
 
 from zfx.ir import CostModel, Parameter, Phase, Program, Step
 
-
 # marks a placeholder of the backward that is a parameter kept across the turn; holds its name
 KEPT = "zfx_kept"
 
@@ -32,8 +31,14 @@ class Sharded(Protocol):
     def parameter(self, trainable: bool) -> Parameter: ...
 
 
-def extract(forward: fx.GraphModule, backward: fx.GraphModule | None, layouts: Sequence[Sharded], world_size: int,
-            costs: CostModel, num_outputs: int | None = None) -> Program:
+def extract(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule | None,
+    layouts: Sequence[Sharded],
+    world_size: int,
+    costs: CostModel,
+    num_outputs: int | None = None,
+) -> Program:
     """The program of a forward graph and, in training, its backward.
 
     Args:
@@ -55,15 +60,22 @@ def extract(forward: fx.GraphModule, backward: fx.GraphModule | None, layouts: S
         seen.update(dict.fromkeys((*step.reads, *step.completes)))
     known = {layout.name: layout for layout in layouts}
     static = sum(p.num_bytes + p.grad_bytes for p in (known[n].parameter(n in trainable) for n in known)) // world_size
-    return Program(tuple(known[name].parameter(name in trainable) for name in seen), tuple(program_steps), world_size,
-                   tuple(name for name in seen if name in parts[0].escapes), static, costs)
+    return Program(
+        tuple(known[name].parameter(name in trainable) for name in seen),
+        tuple(program_steps),
+        world_size,
+        tuple(name for name in seen if name in parts[0].escapes),
+        static,
+        costs,
+    )
 
 
 def _turn(forward: _Part, backward: _Part) -> Step:
     """The caller's code: all that the forward returned, saved tensors included, is live; escaping parameters are read."""
     done = tuple(name for node, name in backward.gradients.items() if not backward.is_step(node))
-    return Step("turn", "turn", "the caller's code", tuple(sorted(forward.escapes, key=forward.names.index)), done,
-                forward.bytes_at_end())
+    return Step(
+        "turn", "turn", "the caller's code", tuple(sorted(forward.escapes, key=forward.names.index)), done, forward.bytes_at_end()
+    )
 
 
 class _Part:
@@ -85,9 +97,13 @@ class _Part:
 
     def _escapes(self, num_outputs: int | None) -> set[str]:
         """Parameters that leave as outputs. A whole gathered value that is saved is not one: the plan keeps it on purpose."""
-        outputs = list(self.output.args[0])  # type: ignore[arg-type]
+        outputs = list(self.output.args[0])
         count = len(outputs) if num_outputs is None else num_outputs
-        return {self.aliases[n] for i, n in enumerate(outputs) if isinstance(n, fx.Node) and n in self.aliases and (i < count or not is_gather(n))}
+        return {
+            self.aliases[n]
+            for i, n in enumerate(outputs)
+            if isinstance(n, fx.Node) and n in self.aliases and (i < count or not is_gather(n))
+        }
 
     def _storage_lives(self) -> dict[int, tuple[int, int, int]]:
         """storage -> (first step, last step, bytes); inputs begin at -1, what is returned ends after the last step."""
@@ -110,14 +126,18 @@ class _Part:
                 lives[key] = (min(first, old[0]), max(last, old[1]), num_bytes) if old else (first, last, num_bytes)
         return self._without_complete_gradients(lives, skipped)
 
-    def _without_complete_gradients(self, lives: dict[int, tuple[int, int, int]], keys: set[int]) -> dict[int, tuple[int, int, int]]:
+    def _without_complete_gradients(
+        self, lives: dict[int, tuple[int, int, int]], keys: set[int]
+    ) -> dict[int, tuple[int, int, int]]:
         """A gradient counts as one from the step that completes it; before, it is a partial sum like any value."""
         complete: dict[int, int] = {}
         for node in self.gradients:
             for key, _ in storages(node):
                 complete[key] = min(complete.get(key, len(self.nodes)), self.position.get(node, -1))
-        return {key: (first, min(last, complete[key]) if key in keys else last, num_bytes)
-                for key, (first, last, num_bytes) in lives.items()}
+        return {
+            key: (first, min(last, complete[key]) if key in keys else last, num_bytes)
+            for key, (first, last, num_bytes) in lives.items()
+        }
 
     def _is_shard(self, node: fx.Node) -> bool:
         return bool(node.users) and any(is_gather(user) for user in node.users)
@@ -137,8 +157,15 @@ class _Part:
         for i, node in enumerate(self.nodes):
             live += change[i]
             reads = tuple(dict.fromkeys(self.aliases[a] for a in node.all_input_nodes if a in self.aliases))
-            yield Step(f"{self.phase}.{node.name}", self.phase, str(node.target), reads, tuple(completes.get(node, ())), live,
-                       duration_us(node, costs))
+            yield Step(
+                f"{self.phase}.{node.name}",
+                self.phase,
+                str(node.target),
+                reads,
+                tuple(completes.get(node, ())),
+                live,
+                duration_us(node, costs),
+            )
 
 
 def find_aliases(gm: fx.GraphModule, names: Sequence[str]) -> dict[fx.Node, str]:

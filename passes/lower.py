@@ -138,7 +138,7 @@ class _Lowering:
 
     def _emit_all_gather(self, instruction: Instruction) -> None:
         bucket = self._bucket(instruction)
-        shards = [self.copies[self.gather_nodes[name].args[0]] for name in bucket.parameters]  # type: ignore[index]
+        shards = [self.copies[self.gather_nodes[name].args[0]] for name in bucket.parameters]
         self.pending[bucket.index] = self._call("all_gather", (self.plan, bucket.index, shards), f"gather_{bucket.index}")
 
     def _emit_wait(self, instruction: Instruction) -> None:
@@ -150,7 +150,8 @@ class _Lowering:
             self.values[name] = node
 
     def _emit_release(self, instruction: Instruction) -> None:
-        freed, kept = [], []
+        freed: list[fx.Node] = []
+        kept: list[fx.Node] = []
         for name in instruction.parameters:
             if self._is_replicated(name):
                 continue
@@ -162,7 +163,7 @@ class _Lowering:
 
     def _emit_reduce_scatter(self, instruction: Instruction) -> None:
         bucket = self._bucket(instruction)
-        grads = [self._resolve(self.gradient_nodes[name].args[0]) for name in bucket.parameters]  # type: ignore[arg-type]
+        grads = [self._resolve(self.gradient_nodes[name].args[0]) for name in bucket.parameters]
         self.pending[bucket.index] = self._call("reduce_scatter", (self.plan, bucket.index, grads), f"reduce_{bucket.index}")
 
     def _emit_wait_reduce(self, instruction: Instruction) -> None:

@@ -12,6 +12,14 @@ from .ir import CostModel, Program, Schedule
 from .limits import Limits
 
 __all__ = [
-    "CaptureError", "CostModel", "InfeasibleBudget", "Limits", "Program", "RankMismatch", "Schedule", "ScheduleError", "ZfxError",
+    "CaptureError",
+    "CostModel",
+    "InfeasibleBudget",
+    "Limits",
+    "Program",
+    "RankMismatch",
+    "Schedule",
+    "ScheduleError",
+    "ZfxError",
     "compile",
 ]

@@ -9,11 +9,11 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.decorators import nonstrict_trace
 from torch._functorch.partitioners import default_partition
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch._dynamo.decorators import nonstrict_trace
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.stateless import _reparametrize_module
@@ -25,14 +25,15 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 dynamo_errors: tuple[type[BaseException], ...] = (
     torch._dynamo.exc.TorchDynamoException,
-    torch._dynamo.exc.FailOnRecompileLimitHit if hasattr(torch._dynamo.exc, "FailOnRecompileLimitHit")
+    torch._dynamo.exc.FailOnRecompileLimitHit
+    if hasattr(torch._dynamo.exc, "FailOnRecompileLimitHit")
     else torch._dynamo.exc.TorchDynamoException,
 )
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around `local` without checks, communication or autograd; for gradients and new parameters."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(local, spec, requires_grad=False)
 
 
 def dtensor_spec(mesh: Any, placement: Any, shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
@@ -63,7 +64,22 @@ def recompile_limit() -> int:
 
 
 __all__ = [
-    "CheckpointPolicy", "DTensorSpec", "StorageWeakRef", "_BoxedCodeGen", "_coalescing_manager", "_reparametrize_module",
-    "all_gather_single", "allow_rnn", "aot_autograd", "default_partition", "default_store", "dtensor_spec", "dynamo_errors", "fresh_symbols_ignored",
-    "make_dtensor", "nonstrict_trace", "recompile_limit", "reduce_scatter_single",
+    "CheckpointPolicy",
+    "DTensorSpec",
+    "StorageWeakRef",
+    "_BoxedCodeGen",
+    "_coalescing_manager",
+    "_reparametrize_module",
+    "all_gather_single",
+    "allow_rnn",
+    "aot_autograd",
+    "default_partition",
+    "default_store",
+    "dtensor_spec",
+    "dynamo_errors",
+    "fresh_symbols_ignored",
+    "make_dtensor",
+    "nonstrict_trace",
+    "recompile_limit",
+    "reduce_scatter_single",
 ]

@@ -52,8 +52,11 @@ class Agreement:
             RankMismatch: a rank runs something else, or did not come within the timeout.
         """
         if self.broken is not None:
-            raise RankMismatch(f"an earlier execution ended in a RankMismatch, nothing can run after it: {self.broken}",
-                               ranks=self.broken.ranks, first_difference=self.broken.first_difference)
+            raise RankMismatch(
+                f"an earlier execution ended in a RankMismatch, nothing can run after it: {self.broken}",
+                ranks=self.broken.ranks,
+                first_difference=self.broken.first_difference,
+            )
         if self.world_size == 1:
             return
         self.count += 1
@@ -107,20 +110,26 @@ class Agreement:
         different = [r for r, words in theirs.items() if words != list(description)]
         if missing:
             names = ", ".join(f"rank {self.global_ranks[r]}" for r in missing)
-            text = (f"{what}: {names} did not come. It raised an error, ran out of data, took another path or died; see its own "
-                    f"output. This rank ({self.global_ranks[self.rank]}) was about to run {description[0]}.")
+            text = (
+                f"{what}: {names} did not come. It raised an error, ran out of data, took another path or died; see its own "
+                f"output. This rank ({self.global_ranks[self.rank]}) was about to run {description[0]}."
+            )
             error = RankMismatch(text, ranks=[self.global_ranks[r] for r in missing], first_difference="missing")
         elif different:
             other = different[0]
             mine_line, their_line = _first_difference(description, theirs[other])
-            text = (f"{what}: rank {self.global_ranks[self.rank]} has {mine_line!r} where rank {self.global_ranks[other]} has "
-                    f"{their_line!r}. Every rank must use the same parameters in the same order; a branch that depends on a "
-                    f"rank's own data must use the same modules on every rank.")
-            error = RankMismatch(text, ranks=[self.global_ranks[r] for r in different],
-                                 first_difference=f"{mine_line} / {their_line}")
+            text = (
+                f"{what}: rank {self.global_ranks[self.rank]} has {mine_line!r} where rank {self.global_ranks[other]} has "
+                f"{their_line!r}. Every rank must use the same parameters in the same order; a branch that depends on a "
+                f"rank's own data must use the same modules on every rank."
+            )
+            error = RankMismatch(
+                text, ranks=[self.global_ranks[r] for r in different], first_difference=f"{mine_line} / {their_line}"
+            )
         else:
-            error = RankMismatch(f"{what}; every rank is there and has the same plan: the network or a collective failed",
-                                 first_difference="none")
+            error = RankMismatch(
+                f"{what}; every rank is there and has the same plan: the network or a collective failed", first_difference="none"
+            )
         self.broken = error
         return error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import types
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .engine import Engine, channels_for
+from .channels import channels_for
+from .engine import Engine
 from .handle import Handle
 from .ir import CostModel
 from .leaf import make_leaves
@@ -24,8 +26,16 @@ from .shard import layout_of, shard_parameters, unique_parameters
 M = TypeVar("M", bound=nn.Module)
 
 
-def compile(model: M, world_size: int | None = None, *, mesh: DeviceMesh | None = None, limits: Limits | None = None,
-            costs: CostModel | None = None, leaf_modules: Sequence[type[nn.Module] | nn.Module] = (), timeout: float = 60.0) -> M:
+def compile(
+    model: M,
+    world_size: int | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    limits: Limits | None = None,
+    costs: CostModel | None = None,
+    leaf_modules: Sequence[type[nn.Module] | nn.Module] = (),
+    timeout: float = 60.0,
+) -> M:
     """Shard a model's parameters in place and run its forward and backward by a compiled ZeRO-3 schedule.
 
     The same object comes back: its class becomes a subclass of its own, every parameter a `DTensor` sharded over rows under its
@@ -72,10 +82,19 @@ def compile(model: M, world_size: int | None = None, *, mesh: DeviceMesh | None 
                 if buffer is not None and buffer.device != device and buffer.device.type != "meta":
                     module._buffers[name] = buffer.to(device)
     base = type(model)
-    engine = Engine(base.__name__, layouts, slots, base.forward, world_size, limits, costs, channels,
-                    has_rnn=any(isinstance(m, nn.RNNBase) for m in model.modules()))
+    engine = Engine(
+        base.__name__,
+        layouts,
+        slots,
+        base.forward,
+        world_size,
+        limits,
+        costs,
+        channels,
+        has_rnn=any(isinstance(m, nn.RNNBase) for m in model.modules()),
+    )
     model.__dict__["_zfx_engine"] = engine
-    model.__class__ = _subclass(base)
+    model.__class__ = _subclass(base)  # type: ignore[assignment]
     return model
 
 
@@ -85,11 +104,16 @@ def _subclass(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_zfx_engine"](self, args, kwargs)
 
-    forward.__signature__ = __import__("inspect").signature(base.forward)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
 
     def body(namespace: dict[str, Any]) -> None:
-        namespace.update(forward=forward, zfx=property(lambda self: Handle(self, self.__dict__["_zfx_engine"])),
-                         __module__=base.__module__, __doc__=base.__doc__, __qualname__=base.__qualname__)
+        namespace.update(
+            forward=forward,
+            zfx=property(lambda self: Handle(self, self.__dict__["_zfx_engine"])),
+            __module__=base.__module__,
+            __doc__=base.__doc__,
+            __qualname__=base.__qualname__,
+        )
 
     return types.new_class(base.__name__, (base,), exec_body=body)
 
@@ -115,13 +139,15 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(f"the submodule {prefix!r} is compiled by zfx already; compile the outermost model only")
     params = {}
     for name, param, _ in unique_parameters(model):
-        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        if isinstance(param, nn.UninitializedParameter):
             raise ValueError(f"parameter {name!r} is not initialised yet: run the lazy module once before zfx.compile")
         if hasattr(param, "_local_tensor"):
             raise ValueError(f"parameter {name!r} is a DTensor already: zfx shards plain parameters")
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-            raise ValueError(f"parameter {name!r} has a hook that was registered before zfx.compile; it would see this rank's shard of "
-                             f"the gradient instead of all rows. Register hooks after zfx.compile, and let them work on DTensors")
+            raise ValueError(
+                f"parameter {name!r} has a hook that was registered before zfx.compile; it would see this rank's shard of "
+                f"the gradient instead of all rows. Register hooks after zfx.compile, and let them work on DTensors"
+            )
         params[id(param)] = name
     _check_optimizers(params)
 
@@ -134,8 +160,10 @@ def _check_optimizers(params: dict[int, str]) -> None:
         for group in getattr(thing, "param_groups", ()):
             for p in group["params"]:
                 if id(p) in params:
-                    raise ValueError(f"the optimizer {type(thing).__name__} was built before zfx.compile and holds the whole parameter "
-                                     f"{params[id(p)]!r}; build it after zfx.compile, from model.parameters()")
+                    raise ValueError(
+                        f"the optimizer {type(thing).__name__} was built before zfx.compile and holds the whole parameter "
+                        f"{params[id(p)]!r}; build it after zfx.compile, from model.parameters()"
+                    )
 
 
 def _find_ranks(world_size: int | None, mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, int]:

@@ -1,8 +1,8 @@
 """A bucket at run time: which transfers one launch makes, and how small tensors are packed and unpacked.
 
-    direct   the parameter's own gathered storage is what the wire fills: nothing is copied
-    packed   (one pack a dtype)   shards -> one flat buffer -> wire -> (world, total) buffer -> each parameter's storage
-    0-dim    replicated: its value is the local tensor itself, nothing travels; its gradient is averaged to every rank
+direct   the parameter's own gathered storage is what the wire fills: nothing is copied
+packed   (one pack a dtype)   shards -> one flat buffer -> wire -> (world, total) buffer -> each parameter's storage
+0-dim    replicated: its value is the local tensor itself, nothing travels; its gradient is averaged to every rank
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Transfers:
         """Allocate every member's whole storage and the packs, and launch."""
         layouts = self.layouts
         stores = [shard if layout.replicated else shard.new_empty(layout.padded_numel) for layout, shard in zip(layouts, shards)]
-        outs = [stores[i].view(wire.world_size, -1) if stores[i].numel() else stores[i].view(wire.world_size, 0) for i in self.direct]
+        outs = [
+            stores[i].view(wire.world_size, -1) if stores[i].numel() else stores[i].view(wire.world_size, 0) for i in self.direct
+        ]
         ins = [padded(layouts[i], shards[i]) for i in self.direct]
         buffers = []
         for pack in self.packs:
@@ -52,7 +54,8 @@ class Transfers:
             own = buffer[wire.rank]
             torch._foreach_copy_(
                 [own[at : at + shards[i].numel()] for i, at in zip(pack.members, pack.offsets)],
-                [shards[i].reshape(-1) for i in pack.members])
+                [shards[i].reshape(-1) for i in pack.members],
+            )
             buffers.append(buffer)
             outs.append(buffer)
             ins.append(own)
@@ -67,7 +70,9 @@ class Transfers:
                 into.append(stores[i].view(world_size, n))
                 out_of.append(buffer[:, at : at + n])
             torch._foreach_copy_(into, out_of)
-        return [store if layout.replicated else store[: layout.numel].view(layout.shape) for layout, store in zip(self.layouts, stores)]
+        return [
+            store if layout.replicated else store[: layout.numel].view(layout.shape) for layout, store in zip(self.layouts, stores)
+        ]
 
     def reduce_scatter(self, wire: Wire, grads: Sequence[torch.Tensor]) -> Reducing:
         """Launch the mean over ranks of whole gradients. Direct ones are read where they lie, if they are contiguous."""
@@ -119,7 +124,9 @@ class Gathering:
 
     __slots__ = ("_arrive", "buffers", "stores", "transfers")
 
-    def __init__(self, transfers: Transfers, stores: list[torch.Tensor], buffers: list[torch.Tensor], arrive: Callable[[], None]) -> None:
+    def __init__(
+        self, transfers: Transfers, stores: list[torch.Tensor], buffers: list[torch.Tensor], arrive: Callable[[], None]
+    ) -> None:
         self.transfers, self.stores, self.buffers, self._arrive = transfers, stores, buffers, arrive
 
     def wait(self) -> list[torch.Tensor]:
@@ -132,7 +139,9 @@ class Reducing:
 
     __slots__ = ("_parts", "_rank", "_transfers", "_whole")
 
-    def __init__(self, transfers: Transfers, rank: int, parts: Callable[[], list[torch.Tensor]], whole: Callable[[], list[torch.Tensor]]) -> None:
+    def __init__(
+        self, transfers: Transfers, rank: int, parts: Callable[[], list[torch.Tensor]], whole: Callable[[], list[torch.Tensor]]
+    ) -> None:
         self._transfers, self._rank, self._parts, self._whole = transfers, rank, parts, whole
 
     def wait(self) -> list[torch.Tensor]:

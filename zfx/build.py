@@ -42,13 +42,21 @@ def planning_only() -> Iterator[None]:
         _planning_only = False
 
 
-def plan_graphs(engine: Engine, forward: fx.GraphModule, backward: fx.GraphModule | None = None, num_outputs: int | None = None) -> Schedule:
+def plan_graphs(
+    engine: Engine, forward: fx.GraphModule, backward: fx.GraphModule | None = None, num_outputs: int | None = None
+) -> Schedule:
     """One verified schedule over a forward and, in training, its backward."""
     start = time.perf_counter()
     program = extract(forward, backward, engine.layouts, engine.world_size, engine.costs, num_outputs)
     schedule = plan(program, engine.limits, check=verify)
-    log.info("%s: planned %d steps, %d buckets, kept %d parameters, in %.2f s", engine.model_name, len(program.steps),
-             len(schedule.buckets), len(schedule.kept), time.perf_counter() - start)
+    log.info(
+        "%s: planned %d steps, %d buckets, kept %d parameters, in %.2f s",
+        engine.model_name,
+        len(program.steps),
+        len(schedule.buckets),
+        len(schedule.kept),
+        time.perf_counter() - start,
+    )
     return schedule
 
 
@@ -56,6 +64,8 @@ def attach(engine: Engine, schedule: Schedule, forward: fx.GraphModule, backward
     """Leave word for `compile_part`, which AOTAutograd calls with these graphs (or copies of them) later on."""
     number = engine.add(schedule)
     forward.meta["zfx"], backward.meta["zfx"] = (number, "forward"), (number, "backward")
+    if _planning_only:  # the backward would only be asked for by a backward
+        _lowered(engine, backward, number, "backward")
 
 
 def compile_part(engine: Engine, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -67,12 +77,10 @@ def compile_inference(engine: Engine, gm: fx.GraphModule) -> Callable[[list[Any]
 
 
 def _lowered(engine: Engine, gm: fx.GraphModule, number: int, phase: Literal["forward", "backward"]) -> Callable[[list[Any]], Any]:
-    if _planning_only:
-        return _stop
     part = Part(engine.schedules[number], phase)
     lowered = lower(gm, part, [layout.name for layout in engine.layouts], _run_plan(engine, part), runtime)
     engine.graphs[number][phase] = lowered
-    return runtime.runner(lowered)
+    return _stop if _planning_only else runtime.runner(lowered)
 
 
 def _stop(args: list[Any]) -> Any:
@@ -84,18 +92,22 @@ _stop._boxed_call = True  # type: ignore[attr-defined]
 
 def _run_plan(engine: Engine, part: Part) -> runtime.Plan:
     """What the runtime needs for one of the two graphs, and what ranks compare before they run it."""
-    assert engine.channels is not None
     launched = {i.bucket for i in part.instructions() if i.kind in ("all_gather", "reduce_scatter")}
     buckets = [b if b.index in launched else None for b in part.schedule.buckets]
-    transfers = [b and Transfers([engine.layouts[engine.index[p]] for p in b.parameters], [p in b.packed for p in b.parameters])
-                 for b in buckets]
+    transfers = [_transfers(engine, b) if b else None for b in buckets]
     lines = [f"the {part.phase} of {engine.model_name} on {engine.world_size} ranks", *(_line(engine, b) for b in buckets if b)]
-    return runtime.Plan(transfers, engine.channels.gathers, engine.channels.reductions, engine.channels.agreement, lines)
+    return runtime.Plan(transfers, engine.channels, lines)
+
+
+def _transfers(engine: Engine, bucket: Bucket) -> Transfers:
+    return Transfers([engine.layouts[engine.index[p]] for p in bucket.parameters], [p in bucket.packed for p in bucket.parameters])
 
 
 def _line(engine: Engine, bucket: Bucket) -> str:
     members = []
     for name in bucket.parameters:
         layout = engine.layouts[engine.index[name]]
-        members.append(f"{name}{list(layout.shape)} {str(layout.dtype).removeprefix('torch.')}{' packed' if name in bucket.packed else ''}")
+        members.append(
+            f"{name}{list(layout.shape)} {str(layout.dtype).removeprefix('torch.')}{' packed' if name in bucket.packed else ''}"
+        )
     return f"{bucket.kind} of {', '.join(members)}"

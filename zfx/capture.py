@@ -69,15 +69,18 @@ def _check_captured(engine: Engine, gm: fx.GraphModule, example_inputs: Sequence
     for value in example_inputs:
         if isinstance(value, nn.Parameter):
             raise CaptureError(
-                f"the forward of {engine.model_name} reads a parameter of shape {tuple(value.shape)} that is not one of the model's "
-                "as they were when it was compiled", advice="add parameters before zfx.compile, or compile the model anew after adding them")
+                f"the forward of {engine.model_name} reads a parameter of shape {tuple(value.shape)} that is not one of "
+                "the model's as they were when it was compiled",
+                advice="add parameters before zfx.compile, or compile the model anew after adding them",
+            )
     for node in gm.graph.nodes:
         if node.target is ALL_GATHER and getattr(node.meta.get("example_value"), "_version", 0) > 0:
             name = engine.layouts[node.args[2]].name
             raise CaptureError(
                 f"the forward changes parameter {name!r} in place; the change would be made to a gathered copy and lost",
                 advice=f"make the change between steps, inside `with model.zfx.gathered([{name!r}], writeback=True):`",
-                location=_line_of_change(node))
+                location=_line_of_change(node),
+            )
 
 
 def _line_of_change(gather: fx.Node) -> str | None:
@@ -114,10 +117,12 @@ def explained(engine: Engine) -> Iterator[None]:
 _ADVICE = {
     "recompile": (
         "The forward was captured anew too often: a Python value that it reads (a counter on a module, a float argument) changes "
-        "at every call. Make it a tensor or a buffer, or keep it out of forward."),
+        "at every call. Make it a tensor or a buffer, or keep it out of forward."
+    ),
     "default": (
         "Rewrite that line so that it can be traced (torch.cond for a branch on data, tensor operations instead of .item() or "
-        "numpy), or name the module that holds it in zfx.compile(..., leaf_modules=[...]): it then runs eagerly as one node."),
+        "numpy), or name the module that holds it in zfx.compile(..., leaf_modules=[...]): it then runs eagerly as one node."
+    ),
 }
 
 
@@ -125,7 +130,9 @@ def _capture_error(error: BaseException) -> CaptureError:
     text = str(error).strip()
     limit = "ecompile limit" in text or "recompile_limit" in text or type(error).__name__ == "FailOnRecompileLimitHit"
     reason = f"recompiled more than {recompile_limit()} times" if limit else _first_sentences(text)
-    return CaptureError(reason, location=_location(error) or _location_in(text), advice=_ADVICE["recompile" if limit else "default"])
+    return CaptureError(
+        reason, location=_location(error) or _location_in(text), advice=_ADVICE["recompile" if limit else "default"]
+    )
 
 
 def _first_sentences(text: str) -> str:

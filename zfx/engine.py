@@ -8,60 +8,23 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from . import build, capture
-from ._compat import _reparametrize_module, default_store
-from .agreement import Agreement
+from ._compat import _reparametrize_module
+from .agreement import digest_of
 from .bucket import Transfers
+from .channels import Channels
 from .errors import CaptureError
 from .ir import CostModel, Schedule
 from .limits import Limits
 from .ops import ENGINES, all_gather
 from .shard import Layout, ToLocal
-from .wire import Wire, wire_for
 
 _ids = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """The communicators of one set of ranks: gathers, reductions and agreement never queue behind each other."""
-
-    gathers: Wire
-    reductions: Wire
-    agreement: Agreement
-
-
-_channels: dict[tuple[Any, ...], Channels] = {}
-
-
-def channels_for(mesh: DeviceMesh, timeout_s: float) -> Channels:
-    """Made once for a set of ranks and a timeout, and shared by every engine on them. A collective call the first time."""
-    ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
-    world = dist.group.WORLD
-    key = (id(world), ranks, mesh.device_type, timeout_s)
-    found = _channels.get(key)
-    if found is not None and found.agreement.broken is None and found.agreement.store is default_store():
-        return found
-    for old in [k for k, c in _channels.items() if c.agreement.store is not default_store()]:
-        del _channels[old]  # their process group is gone
-    backend = dist.get_backend(mesh.get_group())
-    groups = [
-        dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=b,
-                       use_local_synchronization=len(ranks) != dist.get_world_size())
-        for b in (backend, backend, "gloo")]
-    made = Channels(wire_for(groups[0]), wire_for(groups[1]),
-                    Agreement(groups[2], default_store(), f"zfx/{'-'.join(map(str, ranks))[:64]}/{next(_ids)}", timeout_s))
-    _channels[key] = made
-    return made
 
 
 class Engine:
@@ -74,9 +37,18 @@ class Engine:
         channels: None where the model can only be planned.
     """
 
-    def __init__(self, model_name: str, layouts: Sequence[Layout], slots: Sequence[tuple[dict[str, Any], str]],
-                 forward: Callable[..., Any], world_size: int, limits: Limits, costs: CostModel, channels: Channels | None,
-                 has_rnn: bool = False) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        layouts: Sequence[Layout],
+        slots: Sequence[tuple[dict[str, Any], str]],
+        forward: Callable[..., Any],
+        world_size: int,
+        limits: Limits,
+        costs: CostModel,
+        channels: Channels | None,
+        has_rnn: bool = False,
+    ) -> None:
         self.model_name, self.layouts, self.slots = model_name, tuple(layouts), tuple(slots)
         self.world_size, self.limits, self.costs, self.channels = world_size, limits, costs, channels
         self.has_rnn = has_rnn
@@ -102,7 +74,8 @@ class Engine:
             raise RuntimeError(
                 f"this model was compiled for world_size={self.world_size} without a process group: it can be planned "
                 f"(model.zfx.plan(*example_inputs)) but not run. To train it, start the script with\n"
-                f"    torchrun --nproc-per-node {self.world_size} your_script.py")
+                f"    torchrun --nproc-per-node {self.world_size} your_script.py"
+            )
         shards = self.shards()
         if self.eager:
             return self.traced(model, shards, args, kwargs)
@@ -119,7 +92,7 @@ class Engine:
         if torch.is_grad_enabled():
             wanted = [i for i, p in enumerate(params) if p.requires_grad]
             if wanted:
-                for i, shard in zip(wanted, ToLocal.apply(*[params[i] for i in wanted])):  # type: ignore[no-untyped-call]
+                for i, shard in zip(wanted, ToLocal.apply(*[params[i] for i in wanted])):
                     local[i] = shard
         return local
 
@@ -128,7 +101,8 @@ class Engine:
         return ValueError(
             f"parameter {name!r} is not the shard that zfx put there: it was replaced after zfx.compile, or the model is called "
             f"through torch.func.functional_call with whole tensors, which sharded parameters do not support. Change values "
-            f"inside `with model.zfx.gathered([{name!r}], writeback=True):`, or compile the model anew.")
+            f"inside `with model.zfx.gathered([{name!r}], writeback=True):`, or compile the model anew."
+        )
 
     def _make_traced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         layouts, engine_id = self.layouts, self.id
@@ -146,8 +120,13 @@ class Engine:
 
         # Dynamo keeps its cache on the code object: a copy of it gives every engine a cache of its own
         code = traced.__code__
-        own = types.FunctionType(code.replace(co_name=f"zfx_{self.model_name}"), dict(traced.__globals__), code.co_name,
-                                 traced.__defaults__, traced.__closure__)
+        own = types.FunctionType(
+            code.replace(co_name=f"zfx_{self.model_name}"),
+            dict(traced.__globals__),
+            code.co_name,
+            traced.__defaults__,
+            traced.__closure__,
+        )
         return own
 
     # ---- the naive operators -------------------------------------------------------------------------------------------
@@ -165,8 +144,6 @@ class Engine:
         return shard.clone() if self.world_size == 1 else shard
 
     def agree(self, what: str) -> None:
-        from .agreement import digest_of
-
         assert self.channels is not None
         line = f"{what} of {self.model_name}"
         self.channels.agreement.begin(digest_of([line]), [line])
@@ -187,8 +164,7 @@ class Engine:
         except build.Planned:
             pass
         if len(self.schedules) == count:
-            raise CaptureError("nothing new was captured: these inputs already have a plan",
-                               advice="see model.zfx.schedules")
+            raise CaptureError("nothing new was captured: these inputs already have a plan", advice="see model.zfx.schedules")
         return self.schedules[-1]
 
 

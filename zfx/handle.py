@@ -136,8 +136,9 @@ class Handle:
         del model
 
     def _resolve(self, names: str | Iterable[str] | None) -> dict[str, int]:
-        every = {name: self._engine.index[first] for first, _, owners in unique_parameters(self._model)
-                 for name in self._names(owners)}
+        every = {
+            name: self._engine.index[first] for first, _, owners in unique_parameters(self._model) for name in self._names(owners)
+        }
         if names is None:
             return {layout.name: i for i, layout in enumerate(self._engine.layouts)}
         chosen = [names] if isinstance(names, str) else list(names)

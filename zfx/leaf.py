@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def make_leaves(model: nn.Module, leaf_modules: Sequence[type[nn.Module] | nn.Mo
     for entry in leaf_modules:
         if not isinstance(entry, nn.Module) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
             raise TypeError(f"leaf_modules holds module classes or modules, got {entry!r}")
-    classes = (nn.RNNBase, *(entry for entry in leaf_modules if isinstance(entry, type)))
+    classes: tuple[type, ...] = (nn.RNNBase, *(entry for entry in leaf_modules if isinstance(entry, type)))
     instances = {id(entry) for entry in leaf_modules if isinstance(entry, nn.Module)}
     found: list[nn.Module] = []
     inside: set[int] = set()
@@ -51,15 +51,19 @@ def make_leaves(model: nn.Module, leaf_modules: Sequence[type[nn.Module] | nn.Mo
             found.append(module)
             inside.update(id(m) for m in module.modules())
     for entry in leaf_modules:
-        hit = any(m is entry or isinstance(entry, type) and isinstance(m, entry) for m in model.modules())
+        hit = any(m is entry or (isinstance(entry, type) and isinstance(m, entry)) for m in model.modules())
         if not hit:
-            raise ValueError(f"leaf_modules names {entry.__name__ if isinstance(entry, type) else type(entry).__name__}, "
-                             "which the model does not contain")
+            raise ValueError(
+                f"leaf_modules names {entry.__name__ if isinstance(entry, type) else type(entry).__name__}, "
+                "which the model does not contain"
+            )
     if any(m is model for m in found):
         if leaf_modules:
             raise ValueError("the whole model can't be a leaf: nothing would be left to schedule")
-        raise CaptureError(f"{type(model).__name__} itself is a recurrent layer (LSTM, GRU, RNN), which is not captured",
-                           advice="put it inside a module of your own; it then runs as a leaf")
+        raise CaptureError(
+            f"{type(model).__name__} itself is a recurrent layer (LSTM, GRU, RNN), which is not captured",
+            advice="put it inside a module of your own; it then runs as a leaf",
+        )
     for module in found:
         _make_leaf(module)
 
@@ -78,8 +82,13 @@ def _make_leaf(module: nn.Module) -> None:
             buffers[name].copy_(value)
         return output
 
-    module.__class__ = types.new_class(base.__name__, (base,), exec_body=lambda ns: ns.update(
-        forward=forward, _zfx_leaf_base=base, __module__=base.__module__, __qualname__=base.__qualname__))
+    module.__class__ = types.new_class(
+        base.__name__,
+        (base,),
+        exec_body=lambda ns: ns.update(
+            forward=forward, __module__=base.__module__, __qualname__=base.__qualname__
+        ),
+    )
 
 
 class _Site:
@@ -97,7 +106,7 @@ _site_ids = itertools.count()
 
 
 @nonstrict_trace
-def _call(leaf_id: int, params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+def _call(leaf_id: int, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
     """Runs while AOTAutograd traces: put one `zfx::leaf` node into the graph."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
@@ -118,8 +127,9 @@ def _rebuild(site: _Site, tensors: Sequence[torch.Tensor]) -> Any:
     return pytree.tree_unflatten([next(tensors_) if t else next(others) for t in is_tensor], spec)
 
 
-def _run(site: _Site, params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor],
-         tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _run(
+    site: _Site, params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """The module's own forward on these parameters; the flat tensors of its output. `buffers` are changed in place."""
     module = _leaves[site.leaf_id]
     spec, is_tensor = site.inputs
@@ -127,7 +137,7 @@ def _run(site: _Site, params: Sequence[torch.Tensor], buffers: Sequence[torch.Te
     args, kwargs = pytree.tree_unflatten([next(given) if t else other for t, other in zip(is_tensor, site.others)], spec)
     values = {**dict(zip(site.params, params)), **dict(zip(site.buffers, buffers))}
     with _reparametrize_module(module, values, tie_weights=True), _fresh_flat_weights(module):
-        output = module._zfx_leaf_base.forward(module, *args, **kwargs)  # type: ignore[union-attr, operator]
+        output = type(module).__mro__[1].forward(module, *args, **kwargs)  # type: ignore[attr-defined]
     flat, out_spec = pytree.tree_flatten(output)
     site.outputs = (out_spec, [isinstance(x, torch.Tensor) for x in flat])
     site.result_others = [x for x in flat if not isinstance(x, torch.Tensor)]
@@ -152,8 +162,13 @@ def _fresh_flat_weights(module: nn.Module) -> Iterator[None]:
 
 
 @torch.library.custom_op("zfx::leaf", mutates_args=())
-def leaf(params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], needs: Sequence[bool],
-         site: int) -> list[torch.Tensor]:
+def leaf(
+    params: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    needs: Sequence[bool],
+    site: int,
+) -> list[torch.Tensor]:
     """Outputs, then the buffers' new values, then the random state before the call."""
     return forward_leaf(params, buffers, inputs, needs, site)
 
@@ -176,8 +191,15 @@ def _(params: Any, buffers: Any, inputs: Any, needs: Any, site: int) -> list[tor
 
 
 @torch.library.custom_op("zfx::leaf_backward", mutates_args=())
-def leaf_backward(grads: Sequence[torch.Tensor], params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor],
-                  inputs: Sequence[torch.Tensor], state: torch.Tensor, needs: Sequence[bool], site: int) -> list[torch.Tensor]:
+def leaf_backward(
+    grads: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    state: torch.Tensor,
+    needs: Sequence[bool],
+    site: int,
+) -> list[torch.Tensor]:
     """Gradients of those parameters and inputs that need one, in order."""
     return backward_leaf(grads, params, buffers, inputs, state, needs, site)
 
@@ -189,12 +211,12 @@ def _(grads: Any, params: Any, buffers: Any, inputs: Any, state: Any, needs: Any
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     params, buffers, tensors, ctx.needs, ctx.site = inputs
-    ctx.counts = (len(params), len(buffers), len(tensors))
+    ctx.counts = (len(params), len(buffers))
     ctx.save_for_backward(*params, *buffers, *tensors, output[-1])
 
 
 def _backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
-    n, b, t = ctx.counts
+    n, b = ctx.counts
     *saved, state = ctx.saved_tensors
     shapes = _sites[ctx.site].result_shapes
     like = saved[0] if saved else state
@@ -207,8 +229,13 @@ def _backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
 leaf.register_autograd(_backward, setup_context=_setup_context)
 
 
-def forward_leaf(params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
-                 needs: Sequence[bool], site: int) -> list[torch.Tensor]:
+def forward_leaf(
+    params: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    needs: Sequence[bool],
+    site: int,
+) -> list[torch.Tensor]:
     where = _sites[site]
     state = torch.get_rng_state()
     changed = [b.clone() for b in buffers]
@@ -223,19 +250,32 @@ def forward_leaf(params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
 
 def _compare(site: _Site, outputs: list[torch.Tensor], planned: list[tuple[Any, torch.dtype]]) -> None:
     """See [Note: shapes of a leaf]. Symbolic sizes can't be compared here; what reads the output will."""
+
     def differs(output: torch.Tensor, shape: Any, dtype: torch.dtype) -> bool:
-        return output.dim() != len(shape) or output.dtype != dtype or any(
-            isinstance(size, int) and size != real for size, real in zip(shape, output.shape))
+        return (
+            output.dim() != len(shape)
+            or output.dtype != dtype
+            or any(isinstance(size, int) and size != real for size, real in zip(shape, output.shape))
+        )
 
     if len(outputs) != len(planned) or any(differs(o, *p) for o, p in zip(outputs, planned)):
         real = [f"{tuple(o.shape)} {o.dtype}" for o in outputs]
         assumed = [f"{tuple(shape)} {dtype}" for shape, dtype in planned]
-        raise CaptureError(f"the leaf {type(_leaves[site.leaf_id]).__name__} returned {real} where capture had to assume {assumed}",
-                           advice="give the leaf a boundary at which the shapes of its outputs do not depend on data")
+        raise CaptureError(
+            f"the leaf {type(_leaves[site.leaf_id]).__name__} returned {real} where capture had to assume {assumed}",
+            advice="give the leaf a boundary at which the shapes of its outputs do not depend on data",
+        )
 
 
-def backward_leaf(grads: Sequence[torch.Tensor], params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor],
-                  inputs: Sequence[torch.Tensor], state: torch.Tensor, needs: Sequence[bool], site: int) -> list[torch.Tensor]:
+def backward_leaf(
+    grads: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    state: torch.Tensor,
+    needs: Sequence[bool],
+    site: int,
+) -> list[torch.Tensor]:
     leaves = [t.detach().requires_grad_(needed) for t, needed in zip((*params, *inputs), needs)]
     now = torch.get_rng_state()
     torch.set_rng_state(state)
@@ -244,7 +284,9 @@ def backward_leaf(grads: Sequence[torch.Tensor], params: Sequence[torch.Tensor],
             outputs = _run(_sites[site], leaves[: len(params)], [b.clone() for b in buffers], leaves[len(params) :])
             pairs = [(o, g) for o, g in zip(outputs, grads) if o.requires_grad]
             wanted = [t for t in leaves if t.requires_grad]
-            found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True) if pairs else [None] * len(wanted)
+            found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+            if pairs:
+                found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
     finally:
         torch.set_rng_state(now)
     return [t.new_zeros(t.shape) if g is None else g.contiguous() for t, g in zip(wanted, found)]

@@ -73,8 +73,13 @@ class Limits:
         if stage not in (2, 3):
             raise ValueError(f"zero_optimization.stage must be 2 or 3 for zfx, got {stage!r}")
         found: dict[str, int] = {}
-        for name in ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "reduce_bucket_size",
-                     "param_persistence_threshold"):
+        for name in (
+            "max_live_parameters",
+            "max_reuse_distance",
+            "prefetch_bucket_size",
+            "reduce_bucket_size",
+            "param_persistence_threshold",
+        ):
             for key in (name, f"stage3_{name}"):
                 value = section.get(key, "auto")
                 if value != "auto":

@@ -1,11 +1,11 @@
 """What the nodes of a lowered graph call. No recording, no state of a run: every gathered value is a value of the graph.
 
-    plan = begin(plan)                       ranks agree, or RankMismatch
-    g = all_gather(plan, 3, [shard, ...])    launch bucket 3
-    weight, bias = wait(plan, g)             arrived
-    release([weight, bias])                  storage given back at once
-    r = reduce_scatter(plan, 5, [grad])      launch
-    (shard_grad,) = wait_reduce(plan, r)     this rank's rows of the mean
+plan = begin(plan)                       ranks agree, or RankMismatch
+g = all_gather(plan, 3, [shard, ...])    launch bucket 3
+weight, bias = wait(plan, g)             arrived
+release([weight, bias])                  storage given back at once
+r = reduce_scatter(plan, 5, [grad])      launch
+(shard_grad,) = wait_reduce(plan, r)     this rank's rows of the mean
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 from . import leaf
 from ._compat import StorageWeakRef
-from .agreement import Agreement, digest_of
+from .agreement import digest_of
 from .bucket import Gathering, Reducing, Transfers
-from .wire import Wire
+from .channels import Channels
 
 
 class GatheredMeter:
@@ -59,13 +59,10 @@ class Plan:
         description: one line a collective, in launch order, the same on every rank; the first line names the graph.
     """
 
-    def __init__(self, transfers: Sequence[Transfers | None], gathers: Wire, reductions: Wire, agreement: Agreement,
-                 description: Sequence[str]) -> None:
-        self.transfers, self.gathers, self.reductions, self.agreement = tuple(transfers), gathers, reductions, agreement
-        self.description, self.digest = tuple(description), digest_of(description)
-
-    def lost(self, error: RuntimeError) -> Exception:
-        return self.agreement.lost(error, self.description)
+    def __init__(self, transfers: Sequence[Transfers | None], channels: Channels | None, description: Sequence[str]) -> None:
+        self.transfers, self.description, self.digest = tuple(transfers), tuple(description), digest_of(description)
+        if channels is not None:  # else the graph can be read, but not run
+            self.gathers, self.reductions, self.agreement = channels.gathers, channels.reductions, channels.agreement
 
 
 def begin(plan: Plan) -> Plan:
@@ -123,10 +120,10 @@ def wait_reduce(plan: Plan, reducing: Reducing) -> list[torch.Tensor]:
 
 def _explain(plan: Plan, error: RuntimeError) -> Exception:
     """Out of memory and programming errors are what they say; what is left is a peer that went away."""
-    if isinstance(error, torch.OutOfMemoryError) or plan.agreement.world_size == 1 or "onnect" not in str(error) and \
-            "imed out" not in str(error) and "gloo" not in str(error) and "NCCL" not in str(error):
+    by_peer = any(sign in str(error) for sign in ("onnect", "imed out", "gloo", "NCCL"))
+    if isinstance(error, torch.OutOfMemoryError) or plan.agreement.world_size == 1 or not by_peer:
         return error
-    return plan.lost(error)
+    return plan.agreement.lost(error, plan.description)
 
 
 plain_calls = leaf.PLAIN_CALLS

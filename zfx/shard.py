@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -95,7 +96,7 @@ def _product(sizes: tuple[int, ...]) -> int:
 def layout_of(name: str, param: torch.Tensor, world_size: int) -> Layout:
     order = None
     if not param.is_contiguous() and param.numel():
-        order = tuple(sorted(range(param.dim()), key=lambda d: -param.stride(d)))
+        order = tuple(sorted(range(param.dim()), key=param.stride, reverse=True))
     return Layout(name, tuple(param.shape), param.dtype, world_size, order)
 
 
@@ -141,7 +142,7 @@ def shard_parameters(model: nn.Module, layouts: list[Layout], mesh: DeviceMesh, 
         new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
         new.__dict__.update({k: v for k, v in param.__dict__.items() if k not in new.__dict__})
         for module, attribute in owners:
-            module._parameters[attribute] = new  # type: ignore[assignment]
+            module._parameters[attribute] = new
             if isinstance(module, nn.RNNBase):  # it holds its weights in a second list, which would keep the whole ones alive
                 module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
@@ -150,11 +151,11 @@ class ToLocal(torch.autograd.Function):
     """From the DTensor parameters that the user sees to the plain shards that the graphs work on, and gradients back."""
 
     @staticmethod
-    def forward(ctx, *params: DTensor) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def, override]
+    def forward(ctx: Any, *params: DTensor) -> tuple[torch.Tensor, ...]:
         ctx.specs = [p._spec for p in params]
         ctx.set_materialize_grads(False)
         return tuple(p._local_tensor.detach() for p in params)
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return tuple(None if g is None else make_dtensor(g, spec) for g, spec in zip(grads, ctx.specs))

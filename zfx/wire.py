@@ -122,7 +122,7 @@ class CollectiveWire(Wire):
     def reduce_scatter(self, grads: Sequence[torch.Tensor], sizes: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
         if not grads:
             return list
-        ins = [grad if grad.numel() == n * self.world_size else _lengthen(grad, n * self.world_size) for grad, n in zip(grads, sizes)]
+        ins = [_lengthened(grad, n * self.world_size) for grad, n in zip(grads, sizes)]
         outs = [grad.new_empty(n) for grad, n in zip(grads, sizes)]
         with _coalescing_manager(self.group, outs[0].device, async_ops=True) as works:
             for out, grad in zip(outs, ins):
@@ -170,7 +170,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _lengthen(grad: torch.Tensor, numel: int) -> torch.Tensor:
+def _lengthened(grad: torch.Tensor, numel: int) -> torch.Tensor:
+    if grad.numel() == numel:
+        return grad
     out = grad.new_zeros(numel)
     out[: grad.numel()] = grad
     return out

@@ -1,0 +1,58 @@
+"""Channels: the communicators of one set of ranks. Gathers, reductions and agreement never queue behind each other."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._compat import default_store
+from .agreement import Agreement
+from .wire import Wire, wire_for
+
+_ids = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """One communicator a direction, and one for agreement."""
+
+    gathers: Wire
+    reductions: Wire
+    agreement: Agreement
+
+
+_channels: dict[tuple[Any, ...], Channels] = {}
+
+
+def channels_for(mesh: DeviceMesh, timeout_s: float) -> Channels:
+    """Made once for a set of ranks and a timeout, and shared by every engine on them. A collective call the first time."""
+    ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
+    world = dist.group.WORLD
+    key = (id(world), ranks, mesh.device_type, timeout_s)
+    found = _channels.get(key)
+    if found is not None and found.agreement.broken is None and found.agreement.store is default_store():
+        return found
+    for old in [k for k, c in _channels.items() if c.agreement.store is not default_store()]:
+        del _channels[old]  # their process group is gone
+    backend = dist.get_backend(mesh.get_group())
+    groups = [
+        dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=timeout_s),
+            backend=b,
+            use_local_synchronization=len(ranks) != dist.get_world_size(),
+        )
+        for b in (backend, backend, "gloo")
+    ]
+    made = Channels(
+        wire_for(groups[0]),
+        wire_for(groups[1]),
+        Agreement(groups[2], default_store(), f"zfx/{'-'.join(map(str, ranks))[:64]}/{next(_ids)}", timeout_s),
+    )
+    _channels[key] = made
+    return made
