@@ -99,16 +99,27 @@ class _Lowering:
         return 0 if self.part.phase == "forward" or turn is None else turn + 1
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        copy = self.graph.node_copy(node, self._resolve)
-        if node.op == "call_function":
+        if node.op == "placeholder":
+            copy = self._placeholder(node)
+        else:
+            copy = self.graph.node_copy(node, self._resolve)
             copy.target = self.runtime.plain_calls.get(copy.target, copy.target)
-        elif node.op == "placeholder" and KEPT in node.meta:
-            copy._rename(_identifier(node.meta[KEPT]))
-            self.values[node.meta[KEPT]] = copy
         if node not in self.copies:  # a view that is made again is no step
             copy.meta["zfx_step"] = f"{self.part.phase}.{node.name}"
         self.copies[node] = copy
         self.made_from[node] = self.values.get(self.aliases[node]) if node in self.aliases else None
+        return copy
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        """An input, under its parameter's name if it is a shard or a parameter that was kept. Target and name must be one: where
+        they differ FX makes two variables, and the second would keep a released value alive to the end."""
+        kept = node.meta.get(KEPT)
+        name = kept or next((f"{self.names[u.args[2]]}.shard" for u in node.users if is_gather(u)), node.name)
+        copy = self.graph.placeholder(_identifier(name))
+        copy.target = copy.name
+        copy.meta.update(node.meta)
+        if kept:
+            self.values[kept] = copy
         return copy
 
     def _resolve(self, node: fx.Node) -> fx.Node:

@@ -1,0 +1,50 @@
+"""Each trouble case on real ranks under zfx ends as it should: a right result, or a clear error on every rank, in time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .cases import REGISTRY, options_of
+from .runner import DEFAULT_LIMITS, Report, problems, run_case
+
+# Cases that should match and for now end in an error: (start of the outcome on every rank, why). A case that is mended fails here.
+KNOWN_ERRORS: dict[str, tuple[str, str]] = {}
+
+# The others run only with limits under which every parameter is released after every use.
+WITH_DEFAULT_LIMITS = (
+    "tied_embed_head", "shared_block_recursive", "uneven_numel", "two_forwards_then_two_backwards", "grad_accum_4",
+)
+
+
+def runs() -> list[Any]:
+    found = []
+    for case_id, case in REGISTRY.items():
+        for world in options_of(case.build()[3])["world_sizes"]:
+            marks = (pytest.mark.slow,) if world > 3 else ()
+            found.append(pytest.param(case_id, world, marks=marks, id=f"{case_id}-{world}"))
+    return found
+
+
+def check(report: Report) -> None:
+    if report.case_id in KNOWN_ERRORS:
+        start, reason = KNOWN_ERRORS[report.case_id]
+        assert str(report).startswith(f"error: {start}"), f"mended, or worse: {report} (was: {reason})"
+        return
+    if wrong := problems(report):
+        pytest.fail("\n".join([str(report), *wrong, *(str(x) for x in report.outcomes if x.status != "ok")]), pytrace=False)
+
+
+@pytest.mark.parametrize(("case_id", "world_size"), runs())
+def test_case_ends_as_it_should(case_id: str, world_size: int) -> None:
+    check(run_case(case_id, world_size))
+
+
+@pytest.mark.parametrize("case_id", WITH_DEFAULT_LIMITS)
+def test_default_limits(case_id: str) -> None:
+    check(run_case(case_id, 2, DEFAULT_LIMITS))
+
+
+def test_known_errors_are_cases() -> None:
+    assert KNOWN_ERRORS.keys() <= REGISTRY.keys()
