@@ -45,14 +45,15 @@ def keep_parameters(schedule: Schedule) -> Schedule:
     timeline = read(schedule)
     program, limits = timeline.program, timeline.limits
     escapes = set(program.escapes)
+    every = tuple(gaps(program))
     wanted = [
         gap
-        for gap in gaps(program)
+        for gap in every
         if gap.parameter.name not in escapes
         and (gap.distance <= limits.max_reuse_distance or gap.parameter.numel <= limits.param_persistence_threshold)
     ]
     on_demand = replace(timeline, gathers=_intervals(program, set()))
-    kept = _once_kept_stays(program, {(gap.parameter.name, gap.start) for gap in _that_fit(wanted, on_demand)})
+    kept = _once_kept_stays(every, turn_of(program), {(gap.parameter.name, gap.start) for gap in _that_fit(wanted, on_demand)})
     return write(replace(timeline, gathers=_intervals(program, kept)))
 
 
@@ -95,15 +96,14 @@ def gaps(program: Program) -> Iterator[Gap]:
             add(t, size)
 
 
-def _once_kept_stays(program: Program, kept: set[tuple[str, int]]) -> set[tuple[str, int]]:
+def _once_kept_stays(every: tuple[Gap, ...], turn: int, kept: set[tuple[str, int]]) -> set[tuple[str, int]]:
     """Give up the gap over the turn of a parameter that would be gathered again later in the backward.
 
     What is kept over the turn reaches the backward as a saved tensor, in the place of the shard: there is nothing left there to
     gather it from. Giving a gap up only holds less.
     """
-    turn = turn_of(program)
-    again = {gap.parameter.name for gap in gaps(program) if gap.start > turn and (gap.parameter.name, gap.start) not in kept}
-    crossing = {(gap.parameter.name, gap.start) for gap in gaps(program) if gap.start <= turn < gap.stop}
+    again = {gap.parameter.name for gap in every if gap.start > turn and (gap.parameter.name, gap.start) not in kept}
+    crossing = {(gap.parameter.name, gap.start) for gap in every if gap.start <= turn < gap.stop}
     return {key for key in kept if key not in crossing or key[0] not in again}
 
 

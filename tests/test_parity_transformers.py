@@ -167,13 +167,17 @@ def _ddp(spec: Model, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
 
 
 def _rank_mean(spec: Model, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
-    """All ranks' batches in one process: the sum of their losses over the number of ranks, differentiated one by one."""
+    """All ranks' batches in one process. Not the gradient of the mean loss: parts of some models are float32 whatever their
+    dtype, and there a scaled gradient rounds differently."""
     model, num_ranks = spec.build(dtype), dist.get_world_size()
 
     def backward(step: int) -> float:
         losses = [model(**_batch(spec, rank, step, dtype)).loss for rank in range(num_ranks)]
         for loss in losses:
-            (loss / num_ranks).backward()
+            loss.backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= num_ranks
         return float(losses[dist.get_rank()].detach())
 
     return _train(spec, model, dtype, backward)
@@ -212,9 +216,21 @@ def check(name: str, world_size: int) -> None:
     assert not any(found), "\n".join(f"rank {rank}: {len(bad)} differ, first {bad[:4]}" for rank, bad in enumerate(found))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_trains_as_without_zfx(name: str, world_size: int) -> None:
+def test_equals_the_plain_model_or_ddp_bit_for_bit(name: str, world_size: int) -> None:
+    check(name, world_size)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "t5"])
+def test_equals_the_rank_mean_on_three_ranks(name: str) -> None:
+    check(name, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_rank_mean(name: str, world_size: int) -> None:
     check(name, world_size)
 
 

@@ -46,12 +46,13 @@ def test_distances_equal_their_definition(program):
 
 @given(programs(), st.integers(0, 40), st.integers(0, 12))
 def test_with_room_a_gap_is_kept_iff_it_is_short_or_persistent_or_escapes(program, reach, threshold):
+    """But for the gap over the turn of a parameter that the backward gathers again later."""
     numel = {p.name: p.numel for p in program.parameters}
-    expected = {
-        gap
-        for gap, width in all_gaps(program).items()
-        if width <= reach or numel[gap[0]] <= threshold or gap[0] in program.escapes
-    }
+    every = all_gaps(program)
+    may = {gap for gap, width in every.items() if width <= reach or numel[gap[0]] <= threshold or gap[0] in program.escapes}
+    turn = len(program.steps) if program.turn is None else program.turn
+    again = {name for name, start, stop in every if start > turn and (name, start, stop) not in may}
+    expected = {(name, start, stop) for name, start, stop in may if not (start <= turn < stop and name in again)}
     assert kept(program, Limits(max_reuse_distance=reach, param_persistence_threshold=threshold)) == expected
 
 
@@ -64,8 +65,9 @@ def test_a_gap_is_given_up_only_where_the_limits_bind(problem):
     size = {p.name: p for p in program.parameters}
     wide = [(start + 1, stop, size[name]) for name, start, stop in kept(program, ample) - kept(program, limits)]
     for start, stop, parameter in wide:
-        if any(a <= stop and start <= b and (a, b, p) != (start, stop, parameter) for a, b, p in wide):
-            continue  # another one was given up here, perhaps later, which made room again
+        others = [(a, b, p) for a, b, p in wide if (a, b, p) != (start, stop, parameter)]
+        if any((a <= stop and start <= b) or p == parameter for a, b, p in others):
+            continue  # another one was given up here, perhaps later, which made room again; or in the backward
         tight = False
         for state in replay(schedule):
             inside = start <= state.point < stop or (state.point == stop and state.instruction is not None)
@@ -88,6 +90,18 @@ def test_the_widest_gap_is_given_up_first():
     assert kept(program, limits) == {("b", 1, 3)}
     assert kept(program, replace(limits, max_live_parameters=30)) == {("b", 1, 3), ("a", 0, 4)}
     assert kept(program, replace(limits, max_live_parameters=10)) == set()
+
+
+def test_what_the_backward_gathers_again_is_not_kept_over_the_turn():
+    """
+    reads    a  | turn |  a   b   a       the first gap is 0 wide, the second |b|: if that is too wide, neither is kept
+    """
+    a, b = Parameter("a", 10, 40), Parameter("b", 10, 40)
+    rows = [("f", "forward", ("a",)), ("turn", "turn", ()), *((f"b{i}", "backward", (n,)) for i, n in enumerate("aba"))]
+    program = Program((a, b), tuple(Step(name, phase, reads=reads) for name, phase, reads in rows))
+    limits = Limits(max_reuse_distance=9, param_persistence_threshold=0)
+    assert kept(program, limits) == set()
+    assert kept(program, replace(limits, max_reuse_distance=10)) == {("a", 0, 2), ("a", 2, 4)}
 
 
 def test_persistent_parameters_are_given_up_last():
