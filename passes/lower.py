@@ -114,7 +114,7 @@ class _Lowering:
         """An input, under its parameter's name if it is a shard or a parameter that was kept. Target and name must be one: where
         they differ FX makes two variables, and the second would keep a released value alive to the end."""
         kept = node.meta.get(KEPT)
-        name = kept or next((f"{self.names[u.args[2]]}.shard" for u in node.users if is_gather(u)), node.name)
+        name = kept or next((f"{self.names[u.args[2]]}.shard" for u in node.users if is_gather(u)), node.name)  # type: ignore[index]
         copy = self.graph.placeholder(_identifier(name))
         copy.target = copy.name
         copy.meta.update(node.meta)

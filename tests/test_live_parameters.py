@@ -8,8 +8,8 @@ from torch import nn
 
 import zfx
 from tests.harness import run_ranks
+from zfx.replay import replay
 from zfx.runtime import GatheredMeter
-from zfx.verify import replay
 
 
 class Block(nn.Module):

@@ -37,8 +37,9 @@ def graphs(limits: zfx.Limits) -> tuple[zfx.Schedule, dict[str, fx.GraphModule]]
 def test_the_nodes_are_the_instructions_of_the_schedule(limits: zfx.Limits) -> None:
     schedule, both = graphs(limits)
     nodes = [n for phase in ("forward", "backward") for n in both[phase].graph.nodes]
-    called = [(n.target.__name__, n.args[1]) for n in nodes if getattr(n.target, "__name__", "") in ("all_gather", "reduce_scatter")]
-    assert called == [(i.kind, i.bucket) for i in schedule.instructions if i.kind in ("all_gather", "reduce_scatter")]
+    launches = ("all_gather", "reduce_scatter")
+    called = [(n.target.__name__, n.args[1]) for n in nodes if getattr(n.target, "__name__", "") in launches]
+    assert called == [(i.kind, i.bucket) for i in schedule.instructions if i.kind in launches]
     assert not [n for n in nodes if str(n.target).startswith("zfx.")], "a naive operator is left"
     held = [i for i in schedule.instructions if i.kind == "release" and set(i.parameters) != {"scale"}]
     assert len([n for n in nodes if getattr(n.target, "__name__", "") in ("release", "let_go")]) >= len(held)

@@ -45,7 +45,7 @@ class Block(nn.Module):
     def __init__(self, kind: str, width: int, earlier: list[Block]) -> None:
         super().__init__()
         self.kind, self.width = kind, width
-        self.first = next((b for b in earlier if b.kind in ("linear", "wide")), None)  # a second name for an earlier block
+        self.first = next((b for b in earlier if b.kind in ("linear", "wide")), None) if kind in ("shared", "again") else None
         getattr(self, f"make_{kind}", self.make_linear)(width)
 
     def make_linear(self, n: int) -> None:

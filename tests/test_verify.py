@@ -14,7 +14,8 @@ from tests.strategies import chain, problems, programs
 from zfx.errors import ScheduleError
 from zfx.ir import Bucket, Instruction, Limits, Parameter, Program, Schedule, Step
 from zfx.passes import plan
-from zfx.verify import RULES, replay, verify, violations
+from zfx.replay import replay
+from zfx.verify import RULES, verify, violations
 
 TIGHT = Limits(max_reuse_distance=0, param_persistence_threshold=0)
 

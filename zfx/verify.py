@@ -4,17 +4,16 @@
 
 Every rule is linear in the schedule (the reuse distance takes a logarithm more), and none of them trusts the schedule: names
 that the program does not know, buckets that do not exist and points out of range are violations, never a crash.
-`replay` runs a schedule without tensors and shows what is held after every instruction and during every step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 from .errors import ScheduleError
-from .ir import Bucket, Instruction, Parameter, Schedule, Step
+from .ir import Instruction, Schedule, Step
+from .replay import bucket_of, replay, walk
 
 # What a rule yields: a message, the index of the step (or of the point before it), the parameter.
 Finding = tuple[str, int | None, str | None]
@@ -22,147 +21,6 @@ Rule = Callable[[Schedule], Iterator[Finding]]
 
 _LAUNCHES = {"all_gather": "wait", "reduce_scatter": "wait_reduce"}
 _BUCKET_KIND = {kind: launch for launch, wait in _LAUNCHES.items() for kind in (launch, wait)}
-
-
-# ----------------------------------------------------------------------------------------------------------------- replay
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What is held right after an instruction, or while a step runs.
-
-    Attributes:
-        point: the point of the instruction, or the index of the step.
-        instruction: the instruction that has just run, or None if a step is running.
-        step: the step that is running, or None after an instruction.
-        num_live: number of gathered parameters (launched and not released).
-        gathered_elements, gathered_bytes: their sizes.
-        packing_elements, packing_bytes: buffers of packed buckets that were not waited for yet.
-        gradient_bytes: unreduced gradients, twice while their reduction is in flight.
-        total_bytes: all of these, the program's `static_bytes` and the step's `other_bytes` (after an instruction: those of the
-            step at that point; after the last step: none).
-    """
-
-    point: int
-    instruction: Instruction | None
-    step: Step | None
-    num_live: int
-    gathered_elements: int
-    gathered_bytes: int
-    packing_elements: int
-    packing_bytes: int
-    gradient_bytes: int
-    total_bytes: int
-    _log: list[tuple[bool, str]] = field(repr=False, compare=False)  # grows behind the states' backs; [:_length] never changes
-    _length: int = field(repr=False, compare=False)
-
-    @property
-    def live(self) -> frozenset[str]:
-        """Names of the gathered parameters. Linear in what has happened so far: not for loops over all states."""
-        names: set[str] = set()
-        for gathered, name in self._log[: self._length]:
-            if gathered:
-                names.add(name)
-            else:
-                names.discard(name)
-        return frozenset(names)
-
-    @property
-    def num_elements(self) -> int:
-        """What `max_live_parameters` bounds."""
-        return self.gathered_elements + self.packing_elements
-
-
-def replay(schedule: Schedule) -> Iterator[State]:
-    """Every state of the schedule: one after each instruction, one for each step while it runs. Linear in all.
-
-    Tolerates wrong schedules: what is unknown has no size, and releasing twice releases once.
-    """
-    held = _Held(schedule)
-    for point, event in _walk(schedule):
-        if isinstance(event, Step):
-            held.run(event)
-            yield held.state(point, None, event)
-        else:
-            held.execute(event)
-            yield held.state(point, event, None)
-
-
-def _walk(schedule: Schedule) -> Iterator[tuple[int, Instruction | Step]]:
-    """Instructions and steps in execution order, each with its point or index. Points that go back count as the current one."""
-    steps = schedule.program.steps
-    t = 0
-    for instruction in schedule.instructions:
-        while t < len(steps) and t < instruction.point:
-            yield t, steps[t]
-            t += 1
-        yield t, instruction
-    for i in range(t, len(steps)):
-        yield i, steps[i]
-
-
-def _bucket(schedule: Schedule, index: int | None) -> Bucket | None:
-    return schedule.buckets[index] if index is not None and 0 <= index < len(schedule.buckets) else None
-
-
-class _Held:
-    """The running sums behind `replay`."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._parameters = {p.name: p for p in schedule.program.parameters}
-        self._live: set[str] = set()
-        self._log: list[tuple[bool, str]] = []
-        self._packs: dict[int | None, tuple[int, int]] = {}
-        self._gradients: dict[str, int] = {}
-        self._arriving: dict[int | None, int] = {}
-        self._sums = [0] * 5  # gathered elements and bytes, packing elements and bytes, gradient bytes
-
-    def _size(self, name: str) -> Parameter:
-        return self._parameters.get(name) or Parameter(name, 0, 0)
-
-    def run(self, step: Step) -> None:
-        for name in step.completes:
-            if name not in self._gradients:
-                self._gradients[name] = self._size(name).grad_bytes
-                self._sums[4] += self._gradients[name]
-
-    def execute(self, instruction: Instruction) -> None:
-        names, index, sums = instruction.parameters, instruction.bucket, self._sums
-        if instruction.kind in ("all_gather", "release"):
-            sign = 1 if instruction.kind == "all_gather" else -1
-            for name in names:
-                if (name in self._live) == (sign > 0):
-                    continue
-                (self._live.add if sign > 0 else self._live.discard)(name)
-                self._log.append((sign > 0, name))
-                sums[0] += sign * self._size(name).num_elements
-                sums[1] += sign * self._size(name).num_bytes
-        if instruction.kind == "all_gather" and index not in self._packs:
-            bucket = _bucket(self._schedule, index)
-            packed = [self._size(name) for name in bucket.packed] if bucket else []
-            self._packs[index] = (sum(p.num_elements for p in packed), sum(p.num_bytes for p in packed))
-            sums[2] += self._packs[index][0]
-            sums[3] += self._packs[index][1]
-        elif instruction.kind == "wait":
-            elements, num_bytes = self._packs.pop(index, (0, 0))
-            sums[2] -= elements
-            sums[3] -= num_bytes
-        elif instruction.kind == "reduce_scatter" and index not in self._arriving:
-            self._arriving[index] = sum(self._size(name).grad_bytes for name in names)
-            sums[4] += self._arriving[index]
-        elif instruction.kind == "wait_reduce":
-            sums[4] -= self._arriving.pop(index, 0) + sum(self._gradients.pop(name, 0) for name in names)
-
-    def state(self, point: int, instruction: Instruction | None, step: Step | None) -> State:
-        program, sums = self._schedule.program, self._sums
-        other = program.steps[point].other_bytes if point < len(program.steps) else 0
-        total = sums[1] + sums[3] + sums[4] + program.static_bytes + other
-        elements, num_bytes, packing_elements, packing_bytes, gradients = sums
-        return State(
-            point, instruction, step, len(self._live), elements, num_bytes, packing_elements, packing_bytes, gradients, total,
-            self._log, len(self._log),
-        )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------- rules: the form of a schedule
@@ -200,7 +58,7 @@ def buckets(schedule: Schedule) -> Iterator[Finding]:
         for name in set(bucket.packed) - set(bucket.parameters):
             yield f"bucket {bucket.index} packs {name!r}, which is not a member", None, name
     for instruction in schedule.instructions:
-        found = _bucket(schedule, instruction.bucket)
+        found = bucket_of(schedule, instruction.bucket)
         what = f"{instruction.kind} at point {instruction.point}"
         if instruction.kind == "release":
             if instruction.bucket is not None:
@@ -215,7 +73,7 @@ def buckets(schedule: Schedule) -> Iterator[Finding]:
 def launched_once(schedule: Schedule) -> Iterator[Finding]:
     """Every bucket is launched exactly once and waited for exactly once, after its launch."""
     counts: dict[tuple[str, int | None], int] = defaultdict(int)
-    for point, event in _walk(schedule):
+    for point, event in walk(schedule):
         if isinstance(event, Step) or event.kind == "release":
             continue
         counts[event.kind, event.bucket] += 1
@@ -251,7 +109,7 @@ def _status_at_reads(schedule: Schedule) -> Iterator[tuple[int, str, str]]:
     """(step, parameter, "absent" | "in flight" | "gathered" | "released") for every read."""
     status: dict[str, str] = {}
     after = {"all_gather": "in flight", "wait": "gathered", "release": "released"}
-    for point, event in _walk(schedule):
+    for point, event in walk(schedule):
         if isinstance(event, Step):
             for name in event.reads:
                 yield point, name, status.get(name, "absent")
@@ -286,7 +144,7 @@ def _transitions(schedule: Schedule) -> Iterator[tuple[int, Instruction, str, bo
     """(point, instruction, parameter, was it live before, was its gather in flight) for every gather and release."""
     live: set[str] = set()
     in_flight: set[str] = set()
-    for point, event in _walk(schedule):
+    for point, event in walk(schedule):
         if isinstance(event, Step):
             continue
         for name in event.parameters:
@@ -342,7 +200,7 @@ def turn(schedule: Schedule) -> Iterator[Finding]:
     launched: dict[int | None, bool] = {}
     kept = set(schedule.kept)
     live: set[str] = set()
-    for point, event in _walk(schedule):
+    for point, event in walk(schedule):
         if isinstance(event, Step):
             if point == index:
                 for name in sorted(live ^ set(schedule.kept)):
@@ -380,7 +238,7 @@ def reduced_once(schedule: Schedule) -> Iterator[Finding]:
 def reduced_after_completion(schedule: Schedule) -> Iterator[Finding]:
     """A reduction is launched after the last step that completes one of its gradients."""
     complete = {name: t for t, step in enumerate(schedule.program.steps) for name in step.completes}
-    for point, event in _walk(schedule):
+    for point, event in walk(schedule):
         if isinstance(event, Instruction) and event.kind == "reduce_scatter":
             for name in event.parameters:
                 if complete.get(name, -1) >= point:
@@ -428,7 +286,7 @@ def reuse_distance(schedule: Schedule) -> Iterator[Finding]:
         return
     kept: list[tuple[int, int, str]] = []
     latest: dict[str, int] = {}
-    for point, event in _walk(schedule):
+    for point, event in walk(schedule):
         if isinstance(event, Step):
             for name in set(event.reads):
                 if latest.get(name, -1) >= 0 and name not in escapes:
@@ -495,7 +353,7 @@ def happens_before(schedule: Schedule) -> Iterator[Finding]:
     taken: dict[str, int] = {}  # gradient -> its reduction's place on the reduce stream
     completed: dict[str, int] = {}  # gradient -> the compute event that wrote it
     compute = clock["compute"]
-    for point, event in _walk(schedule):
+    for point, event in walk(schedule):
         compute[0] += 1
         if isinstance(event, Step):
             for name in event.reads:
@@ -570,4 +428,4 @@ def verify(schedule: Schedule) -> None:
         raise violation
 
 
-__all__ = ["RULES", "State", "replay", "verify", "violations"]
+__all__ = ["RULES", "verify", "violations"]

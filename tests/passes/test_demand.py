@@ -7,7 +7,7 @@ from hypothesis import given
 from tests.strategies import bytes_needed, problems, smallest_max_live
 from zfx.ir import Limits, Parameter, Program, Schedule, Step
 from zfx.passes.demand import gather_on_demand
-from zfx.verify import replay
+from zfx.replay import replay
 
 
 @given(problems())

@@ -14,7 +14,7 @@ from zfx.ir import Limits, Parameter, Program, Schedule, Step
 from zfx.passes.demand import gather_on_demand
 from zfx.passes.keep import gaps, keep_parameters
 from zfx.passes.timeline import read
-from zfx.verify import replay
+from zfx.replay import replay
 
 
 def distance(program: Program, start: int, stop: int) -> int:

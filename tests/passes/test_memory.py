@@ -8,7 +8,7 @@ from tests.strategies import problems
 from zfx.passes import stages
 from zfx.passes.memory import gathered_bytes, gathered_elements, gradient_bytes
 from zfx.passes.timeline import read
-from zfx.verify import replay
+from zfx.replay import replay
 
 
 @given(problems(busy=True))
