@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 import zfx
+from zfx.replay import replay
 
 VOCABULARY = 256  # bytes
 EVALUATION_BATCHES = 32  # a rank
@@ -153,19 +154,7 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 def peak_gathered_bytes(schedule: zfx.Schedule) -> int:
     """Most bytes of gathered parameters, packing buffers included, that the schedule ever holds."""
-    size = {parameter.name: parameter.num_bytes for parameter in schedule.program.parameters}
-    held = peak = 0
-    for instruction in schedule.instructions:
-        if instruction.kind == "release":
-            held -= sum(size[name] for name in instruction.parameters)
-        elif instruction.kind in ("all_gather", "wait") and instruction.bucket is not None:
-            packing = sum(size[name] for name in schedule.buckets[instruction.bucket].packed)
-            if instruction.kind == "all_gather":
-                held += sum(size[name] for name in instruction.parameters) + packing
-            else:
-                held -= packing
-        peak = max(peak, held)
-    return peak
+    return max(state.gathered_bytes + state.packing_bytes for state in replay(schedule))
 
 
 def memory_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

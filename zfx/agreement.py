@@ -60,7 +60,7 @@ class Agreement:
         if self.world_size == 1:
             return
         self.count += 1
-        vote = torch.tensor([digest, -digest])
+        vote = torch.tensor([digest, -digest], device="cpu")
         self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group, async_op=True), description)
         if int(vote[0]) != -int(vote[1]):
             self._fail(description, f"ranks are about to run different plans (execution {self.count})")

@@ -25,6 +25,7 @@ from .build import Planned
 from .errors import CaptureError, ZfxError
 from .ops import ALL_GATHER
 from .partition import partition
+from .shard import Layout
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -74,13 +75,27 @@ def _check_captured(engine: Engine, gm: fx.GraphModule, example_inputs: Sequence
                 advice="add parameters before zfx.compile, or compile the model anew after adding them",
             )
     for node in gm.graph.nodes:
-        if node.target is ALL_GATHER and getattr(node.meta.get("example_value"), "_version", 0) > 0:
+        if node.target is not ALL_GATHER:
+            continue
+        _check_shard(engine.layouts[node.args[2]], node.args[0].meta.get("example_value"))
+        if getattr(node.meta.get("example_value"), "_version", 0) > 0:
             name = engine.layouts[node.args[2]].name
             raise CaptureError(
                 f"the forward changes parameter {name!r} in place; the change would be made to a gathered copy and lost",
                 advice=f"make the change between steps, inside `with model.zfx.gathered([{name!r}], writeback=True):`",
                 location=_line_of_change(node),
             )
+
+
+def _check_shard(layout: Layout, shard: torch.Tensor | None) -> None:
+    """A shard of another dtype or width than at compile time: the model was converted, or a parameter given other data."""
+    if shard is None or (shard.dtype == layout.dtype and tuple(shard.shape[1:]) == layout.shape[1:]):
+        return
+    raise CaptureError(
+        f"parameter {layout.name!r} was {layout.shape} {layout.dtype} when the model was compiled; its shard is now "
+        f"{tuple(shard.shape)} {shard.dtype}",
+        advice="convert or resize the model before zfx.compile",
+    )
 
 
 def _line_of_change(gather: fx.Node) -> str | None:

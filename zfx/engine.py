@@ -20,6 +20,7 @@ from .bucket import Transfers
 from .channels import Channels
 from .errors import CaptureError
 from .ir import CostModel, Schedule
+from .leaf import copy_leaves
 from .limits import Limits
 from .ops import ENGINES, all_gather
 from .shard import Layout, ToLocal
@@ -53,6 +54,7 @@ class Engine:
         self.world_size, self.limits, self.costs, self.channels = world_size, limits, costs, channels
         self.has_rnn = has_rnn
         self.index = {layout.name: i for i, layout in enumerate(layouts)}
+        self.forward = forward
         self.schedules: list[Schedule] = []
         self.graphs: list[dict[str, torch.fx.GraphModule]] = []
         self.eager = False
@@ -66,6 +68,14 @@ class Engine:
         self.schedules.append(schedule)
         self.graphs.append({})
         return len(self.schedules) - 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """The engine of a deep copy of the model: same plan, same ranks, its own parameters and captures. `memo` knows the copies
+        of the dicts that hold the parameters, since a module's engine comes last in its `__dict__`."""
+        copy_leaves([m for m in memo.values() if isinstance(m, nn.Module)])
+        slots = [(memo[id(slot)], name) for slot, name in self.slots]
+        return Engine(self.model_name, self.layouts, slots, self.forward, self.world_size, self.limits, self.costs, self.channels,
+                      self.has_rnn)
 
     # ---- the call ------------------------------------------------------------------------------------------------------
 

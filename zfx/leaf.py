@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,14 +70,13 @@ def make_leaves(model: nn.Module, leaf_modules: Sequence[type[nn.Module] | nn.Mo
 
 def _make_leaf(module: nn.Module) -> None:
     base = type(module)
-    leaf_id = next(_ids)
-    _leaves[leaf_id] = module
+    _register(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             return base.forward(self, *args, **kwargs)
         params, buffers = dict(self.named_parameters()), dict(self.named_buffers())
-        output, changed = _call(leaf_id, params, buffers, args, kwargs)
+        output, changed = _call(self.__dict__["_zfx_leaf"], params, buffers, args, kwargs)
         for name, value in changed.items():
             buffers[name].copy_(value)
         return output
@@ -89,6 +88,19 @@ def _make_leaf(module: nn.Module) -> None:
             forward=forward, __module__=base.__module__, __qualname__=base.__qualname__
         ),
     )
+
+
+def _register(module: nn.Module) -> None:
+    leaf_id = next(_ids)
+    _leaves[leaf_id] = module
+    module.__dict__["_zfx_leaf"] = leaf_id
+
+
+def copy_leaves(modules: Iterable[nn.Module]) -> None:
+    """Give the leaves among deep copies of modules an identity of their own."""
+    for module in modules:
+        if "_zfx_leaf" in module.__dict__:
+            _register(module)
 
 
 class _Site:
@@ -187,7 +199,7 @@ def _(params: Any, buffers: Any, inputs: Any, needs: Any, site: int) -> list[tor
         where.outputs, where.result_others = (pytree.tree_structure(0), [True]), []
     outputs = [o.new_empty(o.shape) for o in outputs]
     where.result_shapes = [(tuple(o.shape), o.dtype) for o in outputs]
-    return [*outputs, *(torch.empty_like(b) for b in buffers), torch.empty(_rng_size(), dtype=torch.uint8)]
+    return [*outputs, *(torch.empty_like(b) for b in buffers), torch.empty(_rng_size(), dtype=torch.uint8, device="cpu")]
 
 
 @torch.library.custom_op("zfx::leaf_backward", mutates_args=())

@@ -81,3 +81,36 @@ def inference_mode_first():
             with torch.inference_mode():
                 model(rnd(torch.Generator().manual_seed(5 + rank), 3, 4))
     return factory(lambda: mlp(4, 6, 2)), reg_batch(4, 2), mse, dict(before_step=before), match()
+
+
+@case("penalty_on_parameters", kind="setup", refs=[],
+      symptom="an L2 penalty over model.parameters() in the loss: the norm of shards, or a loss that is half DTensor",
+      why="the loss adds a value computed from the sharded parameters themselves to one computed by the model")
+def penalty_on_parameters():
+    def loss(model, b):
+        return mse(model, b) + 0.01 * sum(p.square().sum() for p in model.parameters())
+    return factory(lambda: mlp(4, 6, 2)), reg_batch(4, 2), loss, {}, either(
+        "match, or an error that says how the penalty has to be written", ["DTensor"])
+
+
+@case("submodule_under_two_names", kind="setup", refs=[],
+      symptom="a module that is registered twice works in the first call only",
+      why="its parameters are swapped once for each name, and the second swap takes the first one's value for the original")
+def submodule_under_two_names():
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            self.layers = nn.ModuleList([self.a, nn.Linear(4, 2)])
+
+        def forward(self, x):
+            return self.layers[1](torch.tanh(self.layers[0](self.a(x))))
+    return factory(M), reg_batch(4, 2), mse, {}, match()
+
+
+@case("reload_without_scalars", kind="setup", refs=[],
+      symptom="as reload_other_world_size, without a 0-dim parameter, whose optimizer state torch itself reloads as a plain tensor",
+      why="shard boundaries and padding depend on the world size; optimizer state has to be re-cut too")
+def reload_without_scalars():
+    return factory(lambda: mlp(5, 7, 3)), reg_batch(5, 3), mse, dict(
+        steps=4, optimizer=adamw, reload_at=2, reload_world=lambda w: w + 1, export=True), match()

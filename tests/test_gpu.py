@@ -1,0 +1,59 @@
+"""On CUDA devices: NCCL, streams, and memory that really comes back. One rank a device, at least one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zfx
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture
+def nccl():  # type: ignore[no-untyped-def]
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+
+
+def stack(dim: int = 256, layers: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(dim, dim), nn.GELU()))).cuda()
+
+
+RELEASE_ALL = zfx.Limits(max_reuse_distance=0, param_persistence_threshold=0)
+
+
+def test_one_rank_equals_the_plain_model(nccl: None) -> None:
+    plain = stack()
+    model = zfx.compile(copy.deepcopy(plain), limits=RELEASE_ALL)
+    x = torch.randn(32, 256, device="cuda")
+    for _ in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        model(x).square().mean().backward()
+        plain(x).square().mean().backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(p.grad.to_local(), q.grad)
+
+
+def test_released_memory_comes_back(nccl: None) -> None:
+    model = zfx.compile(stack(1024, 16), limits=RELEASE_ALL)
+    x = torch.randn(8, 1024, device="cuda")
+    model(x).square().mean().backward()
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        model(x)
+        model(x)
+    torch.cuda.synchronize()
+    whole = 16 * 1024 * 1024 * 4
+    assert torch.cuda.max_memory_allocated() - before < whole / 2
+    assert torch.cuda.memory_allocated() == before
