@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,6 +60,14 @@ def fresh_symbols_ignored(tensors: Any) -> Any:
     return shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else contextlib.nullcontext()
 
 
+def on_compile(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Have these called around every compilation of this process, deferred backwards included. Registers them once."""
+    handler = torch._dynamo.callback_handler
+    if start not in handler.start_callbacks:
+        handler.register_start_callback(start)
+        handler.register_end_callback(end)
+
+
 def recompile_limit() -> int:
     return torch._dynamo.config.recompile_limit
 
@@ -80,6 +89,7 @@ __all__ = [
     "fresh_symbols_ignored",
     "make_dtensor",
     "nonstrict_trace",
+    "on_compile",
     "recompile_limit",
     "reduce_scatter_single",
 ]

@@ -11,9 +11,11 @@ starts anew while it does.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,9 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._compat import on_compile
 from .errors import RankMismatch
 
 _GRACE_S = 3.0  # how long a rank that has failed waits for the others' last words; at most a quarter of the timeout
+_alive: weakref.WeakSet[Agreement] = weakref.WeakSet()
 _COMPILE_S = 1800.0  # patience with a rank that says that it compiles
 
 
@@ -44,6 +48,8 @@ class Agreement:
         self.global_ranks = dist.get_process_group_ranks(group)
         self.count = 0
         self.broken: RankMismatch | None = None
+        _alive.add(self)
+        on_compile(_say_compiling, _say_compiled)
 
     def begin(self, digest: int, description: Sequence[str]) -> None:
         """Return once every rank has come here with the same digest.
@@ -64,11 +70,6 @@ class Agreement:
         self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group, async_op=True), description)
         if int(vote[0]) != -int(vote[1]):
             self._fail(description, f"ranks are about to run different plans (execution {self.count})")
-
-    def compiling(self, busy: bool) -> None:
-        """Tell the others that this rank is compiling, or has stopped."""
-        if self.world_size > 1:
-            self.store.set(f"{self.key}/compiling/{self.rank}", "1" if busy else "0")
 
     def lost(self, error: BaseException, description: Sequence[str]) -> RankMismatch:
         """A collective of the running execution failed: find out who is gone."""
@@ -148,6 +149,22 @@ class Agreement:
         except Exception:  # the store went with rank 0: those who left no words count as missing
             pass
         return theirs
+
+
+def _say_compiling(_: Any) -> None:
+    _say("1")
+
+
+def _say_compiled(_: Any) -> None:
+    _say("0")
+
+
+def _say(busy: str) -> None:
+    """Leave word in every store that this rank compiles, or has stopped."""
+    for agreement in list(_alive):
+        if agreement.world_size > 1 and agreement.broken is None:
+            with contextlib.suppress(Exception):  # a store that is gone: its group is, too
+                agreement.store.set(f"{agreement.key}/compiling/{agreement.rank}", busy)
 
 
 def digest_of(description: Sequence[str]) -> int:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .blueprint import Blueprint
 from .channels import channels_for
-from .engine import Engine
+from .engine import Engine, Slot
 from .handle import Handle
 from .ir import CostModel
 from .leaf import make_leaves
@@ -67,10 +68,12 @@ def compile(
     _check_arguments(model, world_size, mesh, limits, timeout)
     mesh, world_size = _find_ranks(world_size, mesh)
     _check_model(model)
+    if mesh is not None:
+        _check_real(model)
     limits, costs = limits or Limits(), costs or CostModel()
-    entries = list(unique_parameters(model))
-    layouts = [layout_of(name, param, world_size) for name, param, _ in entries]
-    slots = [(owners[0][0]._parameters, owners[0][1]) for _, _, owners in entries]
+    entries = unique_parameters(model)
+    layouts = [layout_of(owners[0].name, param, world_size) for param, owners in entries]
+    slots = [Slot.of(owners) for _, owners in entries]
     make_leaves(model, leaf_modules)
     channels = None
     if mesh is not None:
@@ -83,14 +86,9 @@ def compile(
                     module._buffers[name] = buffer.to(device)
     base = type(model)
     engine = Engine(
-        base.__name__,
-        layouts,
+        Blueprint(base.__name__, layouts, world_size, limits, costs, channels),
         slots,
         base.forward,
-        world_size,
-        limits,
-        costs,
-        channels,
         has_rnn=any(isinstance(m, nn.RNNBase) for m in model.modules()),
     )
     model.__dict__["_zfx_engine"] = engine
@@ -138,7 +136,8 @@ def _check_model(model: nn.Module) -> None:
         if module is not model and "_zfx_engine" in module.__dict__:
             raise ValueError(f"the submodule {prefix!r} is compiled by zfx already; compile the outermost model only")
     params = {}
-    for name, param, _ in unique_parameters(model):
+    for param, owners in unique_parameters(model):
+        name = owners[0].name
         if isinstance(param, nn.UninitializedParameter):
             raise ValueError(f"parameter {name!r} is not initialised yet: run the lazy module once before zfx.compile")
         if hasattr(param, "_local_tensor"):
@@ -150,6 +149,18 @@ def _check_model(model: nn.Module) -> None:
             )
         params[id(param)] = name
     _check_optimizers(params)
+
+
+def _check_real(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name!r} is on the meta device and has no values to shard: build the model on a real device (or call "
+                "model.to_empty(device=...) and initialise it) before zfx.compile; it can be planned without a process group"
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(f"{name!r} makes sparse gradients, which can't be reduced to shards: build it with sparse=False")
 
 
 def _check_optimizers(params: dict[int, str]) -> None:

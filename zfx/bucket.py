@@ -108,7 +108,7 @@ class Transfers:
             shards[i] = part
         for pack, part in zip(self.packs, parts[len(self.direct) :]):
             for i, at in zip(pack.members, pack.offsets):
-                shards[i] = part[at : at + self.layouts[i].chunk_numel]
+                shards[i] = part[at : at + self.layouts[i].chunk_numel].clone()  # small, and must not keep the whole pack alive
         for i, part in zip(self.replicated, whole):
             shards[i] = part
         out = []

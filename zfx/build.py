@@ -19,7 +19,7 @@ from .passes.lower import Part, lower
 from .verify import verify
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .blueprint import Blueprint
 
 log = logging.getLogger("zfx")
 
@@ -43,15 +43,15 @@ def planning_only() -> Iterator[None]:
 
 
 def plan_graphs(
-    engine: Engine, forward: fx.GraphModule, backward: fx.GraphModule | None = None, num_outputs: int | None = None
+    blueprint: Blueprint, forward: fx.GraphModule, backward: fx.GraphModule | None = None, num_outputs: int | None = None
 ) -> Schedule:
     """One verified schedule over a forward and, in training, its backward."""
     start = time.perf_counter()
-    program = extract(forward, backward, engine.layouts, engine.world_size, engine.costs, num_outputs)
-    schedule = plan(program, engine.limits, check=verify)
+    program = extract(forward, backward, blueprint.layouts, blueprint.world_size, blueprint.costs, num_outputs)
+    schedule = plan(program, blueprint.limits, check=verify)
     log.info(
         "%s: planned %d steps, %d buckets, kept %d parameters, in %.2f s",
-        engine.model_name,
+        blueprint.model_name,
         len(program.steps),
         len(schedule.buckets),
         len(schedule.kept),
@@ -60,26 +60,28 @@ def plan_graphs(
     return schedule
 
 
-def attach(engine: Engine, schedule: Schedule, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+def attach(blueprint: Blueprint, schedule: Schedule, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     """Leave word for `compile_part`, which AOTAutograd calls with these graphs (or copies of them) later on."""
-    number = engine.add(schedule)
+    number = blueprint.add(schedule)
     forward.meta["zfx"], backward.meta["zfx"] = (number, "forward"), (number, "backward")
     if _planning_only:  # the backward would only be asked for by a backward
-        _lowered(engine, backward, number, "backward")
+        _lowered(blueprint, backward, number, "backward")
 
 
-def compile_part(engine: Engine, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    return _lowered(engine, gm, *gm.meta["zfx"])
+def compile_part(blueprint: Blueprint, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    return _lowered(blueprint, gm, *gm.meta["zfx"])
 
 
-def compile_inference(engine: Engine, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    return _lowered(engine, gm, engine.add(plan_graphs(engine, gm)), "forward")
+def compile_inference(blueprint: Blueprint, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    return _lowered(blueprint, gm, blueprint.add(plan_graphs(blueprint, gm)), "forward")
 
 
-def _lowered(engine: Engine, gm: fx.GraphModule, number: int, phase: Literal["forward", "backward"]) -> Callable[[list[Any]], Any]:
-    part = Part(engine.schedules[number], phase)
-    lowered = lower(gm, part, [layout.name for layout in engine.layouts], _run_plan(engine, part), runtime)
-    engine.graphs[number][phase] = lowered
+def _lowered(
+    blueprint: Blueprint, gm: fx.GraphModule, number: int, phase: Literal["forward", "backward"]
+) -> Callable[[list[Any]], Any]:
+    part = Part(blueprint.schedules[number], phase)
+    lowered = lower(gm, part, [layout.name for layout in blueprint.layouts], _run_plan(blueprint, part), runtime)
+    blueprint.graphs[number][phase] = lowered
     return _stop if _planning_only else runtime.runner(lowered)
 
 
@@ -90,23 +92,28 @@ def _stop(args: list[Any]) -> Any:
 _stop._boxed_call = True  # type: ignore[attr-defined]
 
 
-def _run_plan(engine: Engine, part: Part) -> runtime.Plan:
+def _run_plan(blueprint: Blueprint, part: Part) -> runtime.Plan:
     """What the runtime needs for one of the two graphs, and what ranks compare before they run it."""
     launched = {i.bucket for i in part.instructions() if i.kind in ("all_gather", "reduce_scatter")}
     buckets = [b if b.index in launched else None for b in part.schedule.buckets]
-    transfers = [_transfers(engine, b) if b else None for b in buckets]
-    lines = [f"the {part.phase} of {engine.model_name} on {engine.world_size} ranks", *(_line(engine, b) for b in buckets if b)]
-    return runtime.Plan(transfers, engine.channels, lines)
+    transfers = [_transfers(blueprint, b) if b else None for b in buckets]
+    lines = [
+        f"the {part.phase} of {blueprint.model_name} on {blueprint.world_size} ranks",
+        *(_line(blueprint, b) for b in buckets if b),
+    ]
+    return runtime.Plan(transfers, blueprint.channels, lines)
 
 
-def _transfers(engine: Engine, bucket: Bucket) -> Transfers:
-    return Transfers([engine.layouts[engine.index[p]] for p in bucket.parameters], [p in bucket.packed for p in bucket.parameters])
+def _transfers(blueprint: Blueprint, bucket: Bucket) -> Transfers:
+    return Transfers(
+        [blueprint.layouts[blueprint.index[p]] for p in bucket.parameters], [p in bucket.packed for p in bucket.parameters]
+    )
 
 
-def _line(engine: Engine, bucket: Bucket) -> str:
+def _line(blueprint: Blueprint, bucket: Bucket) -> str:
     members = []
     for name in bucket.parameters:
-        layout = engine.layouts[engine.index[name]]
+        layout = blueprint.layouts[blueprint.index[name]]
         members.append(
             f"{name}{list(layout.shape)} {str(layout.dtype).removeprefix('torch.')}{' packed' if name in bucket.packed else ''}"
         )

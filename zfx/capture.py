@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,58 +27,52 @@ from .partition import partition
 from .shard import Layout
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .blueprint import Blueprint
 
 log = logging.getLogger("zfx")
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
-def compiled(engine: Engine) -> Callable[..., Any]:
-    """`engine.traced` under torch.compile, whole graph or error."""
-    ignore = torch._dynamo.config.ignore_logging_functions
-    ignore.update(getattr(logging.Logger, level) for level in ("debug", "info", "warning", "error", "critical", "exception", "log"))
-    return torch.compile(engine.traced, fullgraph=True, backend=_Backend(engine))
+def compiled(blueprint: Blueprint, traced: Callable[..., Any]) -> Callable[..., Any]:
+    """`traced` under torch.compile, whole graph or error."""
+    levels = {"debug", "info", "warning", "error", "critical", "exception", "log"}
+    for name in dir(logging.Logger):  # and what libraries add to it, such as transformers' warning_once
+        if name in levels or name.endswith("_once"):
+            torch._dynamo.config.ignore_logging_functions.add(getattr(logging.Logger, name))
+    return torch.compile(traced, fullgraph=True, backend=_Backend(blueprint))
 
 
 class _Backend:
-    """Called by Dynamo with each graph that it captures. Holds the engine weakly: Dynamo may keep a backend for long."""
+    """Called by Dynamo with each graph that it captures."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, blueprint: Blueprint) -> None:
+        self.blueprint = blueprint
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        engine = self._engine()
-        assert engine is not None
-        _check_captured(engine, gm, example_inputs)
-        agreement = engine.channels.agreement if engine.channels else None
-        if agreement:
-            agreement.compiling(True)
-        try:
-            return aot_autograd(
-                fw_compiler=lambda g, _: build.compile_part(engine, g),
-                bw_compiler=lambda g, _: build.compile_part(engine, g),
-                inference_compiler=lambda g, _: build.compile_inference(engine, g),
-                partition_fn=lambda joint, inputs, **options: partition(engine, joint, inputs, **options),
-            )(gm, example_inputs)
-        finally:
-            if agreement:
-                agreement.compiling(False)
+        blueprint = self.blueprint
+        _check_captured(blueprint, gm, example_inputs)
+        return aot_autograd(
+            fw_compiler=lambda g, _: build.compile_part(blueprint, g),
+            bw_compiler=lambda g, _: build.compile_part(blueprint, g),
+            inference_compiler=lambda g, _: build.compile_inference(blueprint, g),
+            partition_fn=lambda joint, inputs, **options: partition(blueprint, joint, inputs, **options),
+        )(gm, example_inputs)
 
 
-def _check_captured(engine: Engine, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+def _check_captured(blueprint: Blueprint, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     for value in example_inputs:
         if isinstance(value, nn.Parameter):
             raise CaptureError(
-                f"the forward of {engine.model_name} reads a parameter of shape {tuple(value.shape)} that is not one of "
+                f"the forward of {blueprint.model_name} reads a parameter of shape {tuple(value.shape)} that is not one of "
                 "the model's as they were when it was compiled",
                 advice="add parameters before zfx.compile, or compile the model anew after adding them",
             )
     for node in gm.graph.nodes:
         if node.target is not ALL_GATHER:
             continue
-        _check_shard(engine.layouts[node.args[2]], node.args[0].meta.get("example_value"))
+        _check_shard(blueprint.layouts[node.args[2]], node.args[0].meta.get("example_value"))
         if getattr(node.meta.get("example_value"), "_version", 0) > 0:
-            name = engine.layouts[node.args[2]].name
+            name = blueprint.layouts[node.args[2]].name
             raise CaptureError(
                 f"the forward changes parameter {name!r} in place; the change would be made to a gathered copy and lost",
                 advice=f"make the change between steps, inside `with model.zfx.gathered([{name!r}], writeback=True):`",
@@ -113,10 +106,10 @@ def _line_of_change(gather: fx.Node) -> str | None:
 
 
 @contextlib.contextmanager
-def explained(engine: Engine) -> Iterator[None]:
+def explained(has_rnn: bool) -> Iterator[None]:
     """Turn what torch.compile raises into a `CaptureError` that names the user's line, or into our own error that it wraps."""
     try:
-        with allow_rnn() if engine.has_rnn else contextlib.nullcontext():
+        with allow_rnn() if has_rnn else contextlib.nullcontext():
             yield
     except ZfxError:
         raise

@@ -5,96 +5,78 @@ It hangs on the model and holds no reference to it, so that both die together. I
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import build, capture
-from ._compat import _reparametrize_module
-from .agreement import digest_of
-from .bucket import Transfers
-from .channels import Channels
+from .blueprint import Blueprint
 from .errors import CaptureError
-from .ir import CostModel, Schedule
+from .ir import Schedule
 from .leaf import copy_leaves
-from .limits import Limits
-from .ops import ENGINES, all_gather
-from .shard import Layout, ToLocal
+from .ops import all_gather
+from .shard import Layout, Owner, ToLocal
 
-_ids = itertools.count()
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a parameter is found at each call (`holder[key]`), and the places that captured code reads it from."""
+
+    holder: dict[str, Any]
+    key: str
+    places: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, owners: Sequence[Owner]) -> Slot:
+        first = owners[0]
+        return cls(first.module._parameters, first.attribute, tuple((o.path, o.attribute) for o in owners))
 
 
 class Engine:
     """See the module. Made by `zfx.compile`.
 
     Args:
-        model_name: for messages.
-        layouts: one a unique parameter, in the order of `unique_parameters`.
-        slots: for each layout, the `_parameters` dict and the key under which the parameter is found at each call.
-        channels: None where the model can only be planned.
+        slots: one a layout.
+        forward: the forward of the model's own class.
+        has_rnn: Dynamo has to be told to let recurrent modules pass.
     """
 
-    def __init__(
-        self,
-        model_name: str,
-        layouts: Sequence[Layout],
-        slots: Sequence[tuple[dict[str, Any], str]],
-        forward: Callable[..., Any],
-        world_size: int,
-        limits: Limits,
-        costs: CostModel,
-        channels: Channels | None,
-        has_rnn: bool = False,
-    ) -> None:
-        self.model_name, self.layouts, self.slots = model_name, tuple(layouts), tuple(slots)
-        self.world_size, self.limits, self.costs, self.channels = world_size, limits, costs, channels
-        self.has_rnn = has_rnn
-        self.index = {layout.name: i for i, layout in enumerate(layouts)}
-        self.forward = forward
-        self.schedules: list[Schedule] = []
-        self.graphs: list[dict[str, torch.fx.GraphModule]] = []
+    def __init__(self, blueprint: Blueprint, slots: Sequence[Slot], forward: Callable[..., Any], has_rnn: bool) -> None:
+        self.blueprint, self.slots, self.forward, self.has_rnn = blueprint, tuple(slots), forward, has_rnn
         self.eager = False
-        self.id = next(_ids)
-        ENGINES[self.id] = self
         self.traced = self._make_traced(forward)
-        self.compiled = capture.compiled(self)
-
-    def add(self, schedule: Schedule) -> int:
-        """Keep a schedule and room for its graphs; its number."""
-        self.schedules.append(schedule)
-        self.graphs.append({})
-        return len(self.schedules) - 1
+        self.compiled = capture.compiled(blueprint, self.traced)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """The engine of a deep copy of the model: same plan, same ranks, its own parameters and captures. `memo` knows the copies
         of the dicts that hold the parameters, since a module's engine comes last in its `__dict__`."""
         copy_leaves([m for m in memo.values() if isinstance(m, nn.Module)])
-        slots = [(memo[id(slot)], name) for slot, name in self.slots]
-        return Engine(self.model_name, self.layouts, slots, self.forward, self.world_size, self.limits, self.costs, self.channels,
-                      self.has_rnn)
+        slots = [replace(slot, holder=memo[id(slot.holder)]) for slot in self.slots]
+        return Engine(self.blueprint.again(), slots, self.forward, self.has_rnn)
 
     # ---- the call ------------------------------------------------------------------------------------------------------
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.channels is None:
+        blueprint = self.blueprint
+        if blueprint.channels is None:
             raise RuntimeError(
-                f"this model was compiled for world_size={self.world_size} without a process group: it can be planned "
+                f"this model was compiled for world_size={blueprint.world_size} without a process group: it can be planned "
                 f"(model.zfx.plan(*example_inputs)) but not run. To train it, start the script with\n"
-                f"    torchrun --nproc-per-node {self.world_size} your_script.py"
+                f"    torchrun --nproc-per-node {blueprint.world_size} your_script.py"
             )
         shards = self.shards()
         if self.eager:
             return self.traced(model, shards, args, kwargs)
-        with capture.explained(self):
+        with capture.explained(self.has_rnn):
             return self.compiled(model, shards, args, kwargs)
 
     def shards(self) -> list[torch.Tensor]:
         """This rank's shards as plain tensors, joined to the DTensor parameters where a gradient will be wanted."""
-        params = [slot[name] for slot, name in self.slots]
+        params = [slot.holder[slot.key] for slot in self.slots]
         try:
             local = [p._local_tensor for p in params]
         except AttributeError:
@@ -107,7 +89,7 @@ class Engine:
         return local
 
     def _foreign(self, params: Sequence[Any]) -> ValueError:
-        name = next(layout.name for layout, p in zip(self.layouts, params) if not hasattr(p, "_local_tensor"))
+        name = next(layout.name for layout, p in zip(self.blueprint.layouts, params) if not hasattr(p, "_local_tensor"))
         return ValueError(
             f"parameter {name!r} is not the shard that zfx put there: it was replaced after zfx.compile, or the model is called "
             f"through torch.func.functional_call with whole tensors, which sharded parameters do not support. Change values "
@@ -115,23 +97,30 @@ class Engine:
         )
 
     def _make_traced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        layouts, engine_id = self.layouts, self.id
-        constants = tuple((layout.name, list(layout.shape), layout.order, _inverse(layout.order)) for layout in layouts)
+        blueprint_id = self.blueprint.id
+        constants = tuple((list(o.shape), o.order, _inverse(o.order)) for o in self.blueprint.layouts)
+        places = tuple(slot.places for slot in self.slots)
 
         def traced(model: nn.Module, shards: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
-            values = {}
-            for index, (shard, (name, shape, order, inverse)) in enumerate(zip(shards, constants)):
-                value = all_gather(shard, shape, index, engine_id)
+            swapped = []  # (holder, key, what was there); never looked into, so that Dynamo needn't either
+            for index, (shard, (shape, order, inverse)) in enumerate(zip(shards, constants)):
+                value = all_gather(shard, shape, index, blueprint_id)
                 if order is not None:
                     value = value.permute(order).contiguous().permute(inverse)
-                values[name] = value
-            with _reparametrize_module(model, values, tie_weights=True):
+                for path, key in places[index]:
+                    holder = model.get_submodule(path)._parameters
+                    swapped.append((holder, key, holder[key]))
+                    holder[key] = value
+            try:
                 return forward(model, *args, **kwargs)
+            finally:
+                for holder, key, before in swapped:
+                    holder[key] = before
 
         # Dynamo keeps its cache on the code object: a copy of it gives every engine a cache of its own
         code = traced.__code__
         own = types.FunctionType(
-            code.replace(co_name=f"zfx_{self.model_name}"),
+            code.replace(co_name=f"zfx_{self.blueprint.model_name}"),
             dict(traced.__globals__),
             code.co_name,
             traced.__defaults__,
@@ -139,43 +128,26 @@ class Engine:
         )
         return own
 
-    # ---- the naive operators -------------------------------------------------------------------------------------------
-
-    def gather_now(self, index: int, shard: torch.Tensor) -> torch.Tensor:
-        assert self.channels is not None
-        self.agree(f"all_gather {self.layouts[index].name}")
-        value = Transfers([self.layouts[index]], [False]).all_gather(self.channels.gathers, [shard]).wait()[0]
-        return value.clone() if self.layouts[index].replicated else value
-
-    def reduce_now(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        assert self.channels is not None
-        self.agree(f"reduce_scatter {self.layouts[index].name}")
-        shard = Transfers([self.layouts[index]], [False]).reduce_scatter(self.channels.reductions, [grad]).wait()[0]
-        return shard.clone() if self.world_size == 1 else shard
-
-    def agree(self, what: str) -> None:
-        assert self.channels is not None
-        line = f"{what} of {self.model_name}"
-        self.channels.agreement.begin(digest_of([line]), [line])
-
     # ---- planning without running --------------------------------------------------------------------------------------
 
     def plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
         """Capture with example inputs and plan; nothing is computed, nothing is sent."""
-        count = len(self.schedules)
-        if self.channels is None:
+        schedules, count = self.blueprint.schedules, len(self.blueprint.schedules)
+        if self.blueprint.channels is None:
             grad = torch.is_grad_enabled()
-            shards = [_example_shard(layout, slot[name], grad) for layout, (slot, name) in zip(self.layouts, self.slots)]
+            shards = [
+                _example_shard(layout, slot.holder[slot.key], grad) for layout, slot in zip(self.blueprint.layouts, self.slots)
+            ]
         else:
             shards = self.shards()
         try:
-            with capture.explained(self), build.planning_only():
+            with capture.explained(self.has_rnn), build.planning_only():
                 self.compiled(model, shards, args, kwargs)
         except build.Planned:
             pass
-        if len(self.schedules) == count:
+        if len(schedules) == count:
             raise CaptureError("nothing new was captured: these inputs already have a plan", advice="see model.zfx.schedules")
-        return self.schedules[-1]
+        return schedules[-1]
 
 
 def _example_shard(layout: Layout, param: torch.Tensor, grad: bool) -> torch.Tensor:

@@ -34,20 +34,20 @@ class Handle:
     @property
     def schedules(self) -> tuple[Schedule, ...]:
         """One schedule for each graph captured so far (training, no_grad, eval, other shapes), in order of capture."""
-        return tuple(self._engine.schedules)
+        return tuple(self._engine.blueprint.schedules)
 
     @property
     def graphs(self) -> tuple[dict[str, torch.fx.GraphModule], ...]:
         """The lowered GraphModules of each schedule, by phase ("forward", "backward")."""
-        return tuple(self._engine.graphs)
+        return tuple(self._engine.blueprint.graphs)
 
     @property
     def world_size(self) -> int:
-        return self._engine.world_size
+        return self._engine.blueprint.world_size
 
     @property
     def limits(self) -> Any:
-        return self._engine.limits
+        return self._engine.blueprint.limits
 
     def plan(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule that a call with these inputs would run, without running it.
@@ -77,7 +77,7 @@ class Handle:
         return text.report(self._choose(index))
 
     def _choose(self, index: int | None) -> Schedule:
-        schedules = self._engine.schedules
+        schedules = self._engine.blueprint.schedules
         if not schedules:
             raise ValueError("nothing is captured yet: call the model once, or model.zfx.plan(*example_inputs)")
         if index is not None:
@@ -111,42 +111,36 @@ class Handle:
             with model.zfx.gathered(["head.weight"], writeback=True) as full:
                 full["head.weight"][full["head.weight"].abs() < 1e-3] = 0
         """
-        engine, model = self._engine, self._model
+        engine, blueprint = self._engine, self._engine.blueprint
         wanted = self._resolve(names)
-        if engine.channels is None:
-            yield {name: engine.slots[i][0][engine.slots[i][1]].detach() for name, i in wanted.items()}
+        if blueprint.channels is None:
+            yield {name: engine.slots[i].holder[engine.slots[i].key].detach() for name, i in wanted.items()}
             return
         order = sorted(set(wanted.values()))
         values = {}
         if order:
-            engine.agree(f"gathered({', '.join(engine.layouts[i].name for i in order)}, writeback={writeback})")
-            transfers = Transfers([engine.layouts[i] for i in order], [False] * len(order))
+            channels = blueprint.agree(f"gathered({', '.join(blueprint.names[i] for i in order)}, writeback={writeback})")
+            transfers = Transfers([blueprint.layouts[i] for i in order], [False] * len(order))
             with torch.no_grad():
                 shards = engine.shards()
-                full = transfers.all_gather(engine.channels.gathers, [shards[i] for i in order]).wait()
-            values = {i: (f.clone() if engine.layouts[i].replicated else f) for i, f in zip(order, full)}
+                full = transfers.all_gather(channels.gathers, [shards[i] for i in order]).wait()
+            values = {i: (f.clone() if blueprint.layouts[i].replicated else f) for i, f in zip(order, full)}
         yield {name: values[i] for name, i in wanted.items()}
         if writeback:
-            rank = engine.channels.gathers.rank
+            rank = blueprint.channels.gathers.rank
             with torch.no_grad():
                 shards = engine.shards()
                 for i, value in values.items():
-                    layout = engine.layouts[i]
+                    layout = blueprint.layouts[i]
                     shards[i].copy_(value if layout.replicated else value[slice(*layout.rows(rank))])
-        del model
 
     def _resolve(self, names: str | Iterable[str] | None) -> dict[str, int]:
-        every = {
-            name: self._engine.index[first] for first, _, owners in unique_parameters(self._model) for name in self._names(owners)
-        }
+        index = self._engine.blueprint.index
+        every = {owner.name: index[owners[0].name] for _, owners in unique_parameters(self._model) for owner in owners}
         if names is None:
-            return {layout.name: i for i, layout in enumerate(self._engine.layouts)}
+            return {layout.name: i for i, layout in enumerate(self._engine.blueprint.layouts)}
         chosen = [names] if isinstance(names, str) else list(names)
         unknown = [n for n in chosen if n not in every]
         if unknown:
             raise ValueError(f"no parameter named {unknown[0]!r}; the model has {', '.join(list(every)[:8])}, ...")
         return {name: every[name] for name in chosen}
-
-    def _names(self, owners: list[tuple[nn.Module, str]]) -> list[str]:
-        prefixes = {id(module): prefix for prefix, module in self._model.named_modules()}
-        return [f"{prefixes[id(m)]}.{a}" if prefixes[id(m)] else a for m, a in owners]

@@ -13,40 +13,40 @@ from weakref import WeakValueDictionary
 import torch
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .blueprint import Blueprint
 
-ENGINES: WeakValueDictionary[int, Engine] = WeakValueDictionary()
+BLUEPRINTS: WeakValueDictionary[int, Blueprint] = WeakValueDictionary()
 
 
 @torch.library.custom_op("zfx::all_gather", mutates_args=())
-def all_gather(shard: torch.Tensor, shape: Sequence[int], index: int, engine: int) -> torch.Tensor:
-    """The whole parameter number `index` of `engine`, in a new tensor of `shape`."""
-    return ENGINES[engine].gather_now(index, shard)
+def all_gather(shard: torch.Tensor, shape: Sequence[int], index: int, blueprint: int) -> torch.Tensor:
+    """The whole parameter number `index` of `blueprint`, in a new tensor of `shape`."""
+    return BLUEPRINTS[blueprint].gather_now(index, shard)
 
 
 @all_gather.register_fake
-def _(shard: torch.Tensor, shape: Sequence[int], index: int, engine: int) -> torch.Tensor:
+def _(shard: torch.Tensor, shape: Sequence[int], index: int, blueprint: int) -> torch.Tensor:
     return shard.new_empty(shape)
 
 
 @torch.library.custom_op("zfx::reduce_scatter", mutates_args=())
-def reduce_scatter(grad: torch.Tensor, shape: Sequence[int], index: int, engine: int) -> torch.Tensor:
+def reduce_scatter(grad: torch.Tensor, shape: Sequence[int], index: int, blueprint: int) -> torch.Tensor:
     """This rank's rows (of `shape`) of the mean over ranks of the whole gradient."""
-    return ENGINES[engine].reduce_now(index, grad)
+    return BLUEPRINTS[blueprint].reduce_now(index, grad)
 
 
 @reduce_scatter.register_fake
-def _(grad: torch.Tensor, shape: Sequence[int], index: int, engine: int) -> torch.Tensor:
+def _(grad: torch.Tensor, shape: Sequence[int], index: int, blueprint: int) -> torch.Tensor:
     return grad.new_empty(shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    shard, _, ctx.index, ctx.engine = inputs
+    shard, _, ctx.index, ctx.blueprint = inputs
     ctx.shape = shard.shape
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    return reduce_scatter(grad, ctx.shape, ctx.index, ctx.engine), None, None, None
+    return reduce_scatter(grad, ctx.shape, ctx.index, ctx.blueprint), None, None, None
 
 
 all_gather.register_autograd(_backward, setup_context=_setup_context)

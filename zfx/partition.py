@@ -23,33 +23,33 @@ from .ops import ALL_GATHER
 from .passes.extract import KEPT
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .blueprint import Blueprint
 
 # above every id that activation checkpointing hands out: a region of the user's never pins one of our values
 _CLOSURE_REGION = 2**60
 
 
-def partition(engine: Engine, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(blueprint: Blueprint, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split, plan, and split again if the plan keeps anything."""
     gathers = _tag_closure(joint)
     forward, backward = default_partition(joint, inputs, **options)
-    schedule = build.plan_graphs(engine, forward, backward, options["num_fwd_outputs"])
+    schedule = build.plan_graphs(blueprint, forward, backward, options["num_fwd_outputs"])
     if schedule.kept:
         for node in gathers:
-            if engine.layouts[node.args[2]].name in schedule.kept:  # type: ignore[index]
+            if blueprint.layouts[node.args[2]].name in schedule.kept:  # type: ignore[index]
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         forward, backward = default_partition(joint, inputs, **options)
-        _mark_kept(engine, gathers, backward)
-        again = build.plan_graphs(engine, forward, backward, options["num_fwd_outputs"])
+        _mark_kept(blueprint, gathers, backward)
+        again = build.plan_graphs(blueprint, forward, backward, options["num_fwd_outputs"])
         assert again.kept == schedule.kept, "keeping a parameter must not change what the graphs read"
         schedule = again
-    build.attach(engine, schedule, forward, backward)
+    build.attach(blueprint, schedule, forward, backward)
     return forward, backward
 
 
-def _mark_kept(engine: Engine, gathers: list[fx.Node], backward: fx.GraphModule) -> None:
+def _mark_kept(blueprint: Blueprint, gathers: list[fx.Node], backward: fx.GraphModule) -> None:
     """Tell the lowering which saved tensors of the backward are gathered parameters."""
-    names = {node.name: engine.layouts[node.args[2]].name for node in gathers}  # type: ignore[index]
+    names = {node.name: blueprint.layouts[node.args[2]].name for node in gathers}  # type: ignore[index]
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name in names:
             node.meta[KEPT] = names[node.name]

@@ -12,7 +12,6 @@ A 0-dim parameter has no rows: it is replicated (DTensor `Replicate`), and its g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,28 +120,41 @@ def shard_of(layout: Layout, full: torch.Tensor, rank: int, device: torch.device
     return local
 
 
-def unique_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """Each parameter once: its first name, itself, and every (module, attribute) that holds it."""
-    owners: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
-    for prefix, module in model.named_modules():
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One place where a parameter hangs: `model.get_submodule(path)._parameters[attribute]`. Each module has one path here."""
+
+    path: str
+    module: nn.Module
+    attribute: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}.{self.attribute}" if self.path else self.attribute
+
+
+def unique_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[Owner]]]:
+    """Each parameter once, with every place that holds it; its name is its first owner's."""
+    found: dict[int, tuple[nn.Parameter, list[Owner]]] = {}
+    for path, module in model.named_modules():
         for attribute, param in module._parameters.items():
             if param is not None:
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                owners.setdefault(id(param), (name, param, []))[2].append((module, attribute))
-    yield from owners.values()
+                found.setdefault(id(param), (param, []))[1].append(Owner(path, module, attribute))
+    return list(found.values())
 
 
 def shard_parameters(model: nn.Module, layouts: list[Layout], mesh: DeviceMesh, device: torch.device) -> None:
     """Replace every parameter by `nn.Parameter(DTensor)`, one at a time, under all its names."""
     rank = mesh.get_local_rank()
-    for layout, (_, param, owners) in zip(layouts, list(unique_parameters(model)), strict=True):
+    for layout, (param, owners) in zip(layouts, unique_parameters(model), strict=True):
         local = shard_of(layout, param.detach(), rank, device)
         placement = Replicate() if layout.replicated else Shard(0)
         spec = dtensor_spec(mesh, placement, layout.shape, layout.dtype)
         new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
         new.__dict__.update({k: v for k, v in param.__dict__.items() if k not in new.__dict__})
-        for module, attribute in owners:
-            module._parameters[attribute] = new
+        for owner in owners:
+            module = owner.module
+            module._parameters[owner.attribute] = new
             if isinstance(module, nn.RNNBase):  # it holds its weights in a second list, which would keep the whole ones alive
                 module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
@@ -158,4 +170,9 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "double backward through sharded parameters is not supported: create_graph=True would need gradients of gradient "
+                "shards (for example in torch.func.functional_call with weights adapted by gradients)"
+            )
         return tuple(None if g is None else make_dtensor(g, spec) for g, spec in zip(grads, ctx.specs))

@@ -1,0 +1,78 @@
+"""The blueprint of one compiled model: all that capture, planning and the graphs need to know, and no tensor.
+
+Captured graphs hold it, and torch may hold those for long; so it knows neither the model nor its parameters, and both can die.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from .agreement import digest_of
+from .bucket import Transfers
+from .channels import Channels
+from .ir import CostModel, Schedule
+from .limits import Limits
+from .ops import BLUEPRINTS
+from .shard import Layout
+
+_ids = itertools.count()
+
+
+class Blueprint:
+    """See the module.
+
+    Args:
+        model_name: for messages.
+        layouts: one a unique parameter, in the order of `unique_parameters`.
+        channels: None where the model can only be planned.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        layouts: Sequence[Layout],
+        world_size: int,
+        limits: Limits,
+        costs: CostModel,
+        channels: Channels | None,
+    ) -> None:
+        self.model_name, self.layouts = model_name, tuple(layouts)
+        self.names = tuple(layout.name for layout in layouts)
+        self.index = {name: i for i, name in enumerate(self.names)}
+        self.world_size, self.limits, self.costs, self.channels = world_size, limits, costs, channels
+        self.schedules: list[Schedule] = []
+        self.graphs: list[dict[str, torch.fx.GraphModule]] = []
+        self.id = next(_ids)
+        BLUEPRINTS[self.id] = self
+
+    def again(self) -> Blueprint:
+        """The same for another model of the same shape: nothing captured yet."""
+        return Blueprint(self.model_name, self.layouts, self.world_size, self.limits, self.costs, self.channels)
+
+    def add(self, schedule: Schedule) -> int:
+        """Keep a schedule and room for its graphs; its number."""
+        self.schedules.append(schedule)
+        self.graphs.append({})
+        return len(self.schedules) - 1
+
+    def agree(self, what: str) -> Channels:
+        """Ranks agree on one collective outside a schedule; the channels that it may then use."""
+        assert self.channels is not None
+        line = f"{what} of {self.model_name}"
+        self.channels.agreement.begin(digest_of([line]), [line])
+        return self.channels
+
+    def gather_now(self, index: int, shard: torch.Tensor) -> torch.Tensor:
+        """What the naive all_gather does."""
+        channels = self.agree(f"all_gather {self.names[index]}")
+        value = Transfers([self.layouts[index]], [False]).all_gather(channels.gathers, [shard]).wait()[0]
+        return value.clone() if self.layouts[index].replicated else value  # an operator must not return its input
+
+    def reduce_now(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """What the naive reduce_scatter does."""
+        channels = self.agree(f"reduce_scatter {self.names[index]}")
+        shard = Transfers([self.layouts[index]], [False]).reduce_scatter(channels.reductions, [grad]).wait()[0]
+        return shard.clone() if self.world_size == 1 else shard
