@@ -135,7 +135,9 @@ def test_a_deep_copy_has_leaves_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("leaves", "error", "says"), [
-    ([nn.Conv2d], ValueError, "does not contain"), (["Linear"], TypeError, "module classes"), ([nn.Sequential], ValueError, "whole model"),
+    ([nn.Conv2d], ValueError, "does not contain"),
+    (["Linear"], TypeError, "module classes"),
+    ([nn.Sequential], ValueError, "whole model"),
 ])
 def test_wrong_leaves_are_refused(leaves: list, error: type[Exception], says: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(error, match=says):

@@ -112,8 +112,8 @@ class Agreement:
         if missing:
             names = ", ".join(f"rank {self.global_ranks[r]}" for r in missing)
             text = (
-                f"{what}: {names} did not come. It raised an error, ran out of data, took another path or died; see its own "
-                f"output. This rank ({self.global_ranks[self.rank]}) was about to run {description[0]}."
+                f"{what}: {names} did not come. It raised an error, ran out of data, took another path, died (see its own "
+                f"output), or is slower than timeout={self.timeout_s:g} s allows. This rank ({self.global_ranks[self.rank]}) was about to run {description[0]}."
             )
             error = RankMismatch(text, ranks=[self.global_ranks[r] for r in missing], first_difference="missing")
         elif different:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .blueprint import Blueprint
 from .channels import channels_for
-from .engine import Engine, Slot
+from .engine import MARK, Engine, Slot
 from .handle import Handle
 from .ir import CostModel
 from .leaf import make_leaves
@@ -85,8 +85,12 @@ def compile(
                 if buffer is not None and buffer.device != device and buffer.device.type != "meta":
                     module._buffers[name] = buffer.to(device)
     base = type(model)
+    blueprint = Blueprint(base.__name__, layouts, world_size, limits, costs, channels)
+    for _, owners in entries:
+        for owner in owners:
+            owner.module.__dict__[MARK] = blueprint.id
     engine = Engine(
-        Blueprint(base.__name__, layouts, world_size, limits, costs, channels),
+        blueprint,
         slots,
         base.forward,
         has_rnn=any(isinstance(m, nn.RNNBase) for m in model.modules()),

@@ -106,8 +106,12 @@ def _line_of_change(gather: fx.Node) -> str | None:
 
 
 @contextlib.contextmanager
-def explained(has_rnn: bool) -> Iterator[None]:
-    """Turn what torch.compile raises into a `CaptureError` that names the user's line, or into our own error that it wraps."""
+def explained(check: Callable[[], None], has_rnn: bool) -> Iterator[None]:
+    """Turn what torch.compile raises into a `CaptureError` that names the user's line, or into our own error that it wraps.
+
+    Args:
+        check: raises if it knows a better reason for a failed capture.
+    """
     try:
         with allow_rnn() if has_rnn else contextlib.nullcontext():
             yield
@@ -119,6 +123,7 @@ def explained(has_rnn: bool) -> Iterator[None]:
             if isinstance(inner, (ZfxError, Planned)):
                 raise inner from None
             inner = getattr(inner, "inner_exception", None) or inner.__cause__
+        check()
         raise _capture_error(error) from error
 
 

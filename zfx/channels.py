@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ from ._compat import default_store
 from .agreement import Agreement
 from .wire import Wire, wire_for
 
-_ids = itertools.count()
+_generations: Counter[tuple[int, ...]] = Counter()  # how often channels were made for these ranks: alike on all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,8 @@ def channels_for(mesh: DeviceMesh, timeout_s: float) -> Channels:
         )
         for b in (backend, backend, "gloo")
     ]
-    made = Channels(
-        wire_for(groups[0]),
-        wire_for(groups[1]),
-        Agreement(groups[2], default_store(), f"zfx/{'-'.join(map(str, ranks))[:64]}/{next(_ids)}", timeout_s),
-    )
+    _generations[ranks] += 1
+    name = hashlib.sha256(repr((ranks, _generations[ranks])).encode()).hexdigest()[:16]
+    made = Channels(wire_for(groups[0]), wire_for(groups[1]), Agreement(groups[2], default_store(), f"zfx/{name}", timeout_s))
     _channels[key] = made
     return made

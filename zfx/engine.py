@@ -21,6 +21,8 @@ from .leaf import copy_leaves
 from .ops import all_gather
 from .shard import Layout, Owner, ToLocal
 
+MARK = "_zfx_owner"  # on every module that holds parameters: the id of the blueprint that they belong to
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -56,7 +58,11 @@ class Engine:
         of the dicts that hold the parameters, since a module's engine comes last in its `__dict__`."""
         copy_leaves([m for m in memo.values() if isinstance(m, nn.Module)])
         slots = [replace(slot, holder=memo[id(slot.holder)]) for slot in self.slots]
-        return Engine(self.blueprint.again(), slots, self.forward, self.has_rnn)
+        blueprint = self.blueprint.again()
+        for module in memo.values():
+            if isinstance(module, nn.Module) and module.__dict__.get(MARK) == self.blueprint.id:
+                module.__dict__[MARK] = blueprint.id
+        return Engine(blueprint, slots, self.forward, self.has_rnn)
 
     # ---- the call ------------------------------------------------------------------------------------------------------
 
@@ -71,7 +77,7 @@ class Engine:
         shards = self.shards()
         if self.eager:
             return self.traced(model, shards, args, kwargs)
-        with capture.explained(self.has_rnn):
+        with capture.explained(lambda: self.check_modules(model), self.has_rnn):
             return self.compiled(model, shards, args, kwargs)
 
     def shards(self) -> list[torch.Tensor]:
@@ -87,6 +93,21 @@ class Engine:
                 for i, shard in zip(wanted, ToLocal.apply(*[params[i] for i in wanted])):
                     local[i] = shard
         return local
+
+    def check_modules(self, model: nn.Module) -> None:
+        """Refuse a model whose modules are not those that were compiled. Asked only when a capture has failed.
+
+        Raises:
+            ValueError: a module was replaced or removed.
+        """
+        for layout, slot in zip(self.blueprint.layouts, self.slots):
+            for path, _ in slot.places:
+                module = dict(model.named_modules(remove_duplicate=False)).get(path)
+                if module is None or module.__dict__.get(MARK) != self.blueprint.id:
+                    raise ValueError(
+                        f"the module {path or type(model).__name__!r}, which holds parameter {layout.name!r}, was replaced or removed "
+                        "after zfx.compile; compile the model anew after changing its modules"
+                    )
 
     def _foreign(self, params: Sequence[Any]) -> ValueError:
         name = next(layout.name for layout, p in zip(self.blueprint.layouts, params) if not hasattr(p, "_local_tensor"))
@@ -108,7 +129,10 @@ class Engine:
                 if order is not None:
                     value = value.permute(order).contiguous().permute(inverse)
                 for path, key in places[index]:
-                    holder = model.get_submodule(path)._parameters
+                    module = model.get_submodule(path)
+                    if getattr(module, MARK, None) != blueprint_id:  # guarded: a module put in its place is seen at the next call
+                        raise RuntimeError("a module was replaced")
+                    holder = module._parameters
                     swapped.append((holder, key, holder[key]))
                     holder[key] = value
             try:
@@ -141,7 +165,7 @@ class Engine:
         else:
             shards = self.shards()
         try:
-            with capture.explained(self.has_rnn), build.planning_only():
+            with capture.explained(lambda: self.check_modules(model), self.has_rnn), build.planning_only():
                 self.compiled(model, shards, args, kwargs)
         except build.Planned:
             pass
