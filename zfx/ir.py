@@ -57,7 +57,7 @@ class CostModel:
     flops_per_us: float = 50_000.0
     memory_bytes_per_us: float = 10_000.0
     pack_threshold_bytes: int = 65_536
-    bucket_bytes: int = 1_048_576
+    bucket_bytes: int = 4_194_304
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_us", "flops_per_us", "memory_bytes_per_us"):
