@@ -112,8 +112,9 @@ class Agreement:
         if missing:
             names = ", ".join(f"rank {self.global_ranks[r]}" for r in missing)
             text = (
-                f"{what}: {names} did not come. It raised an error, ran out of data, took another path, died (see its own "
-                f"output), or is slower than timeout={self.timeout_s:g} s allows. This rank ({self.global_ranks[self.rank]}) was about to run {description[0]}."
+                f"{what}: {names} did not come. It raised an error, ran out of data, took another path, died (see its output), or "
+                f"is slower than timeout={self.timeout_s:g} s allows. This rank ({self.global_ranks[self.rank]}) was about to run "
+                f"{description[0]}."
             )
             error = RankMismatch(text, ranks=[self.global_ranks[r] for r in missing], first_difference="missing")
         elif different:

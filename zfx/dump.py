@@ -32,7 +32,7 @@ import networkx as nx
 
 from .ir import Bucket, CostModel, Instruction, Parameter, Program, Schedule, Step
 from .limits import Limits
-from .text import by_point, collective_us, printable, shorten
+from .text import by_point, printable, shorten
 
 FORMAT = "zfx.schedule"
 VERSION = 1
@@ -254,7 +254,7 @@ def _instruction_facts(instruction: Instruction, parameters: Mapping[str, Parame
     facts = {
         "kind": kind, "name": kind if bucket is None else f"{kind} {bucket}", "op": f"zfx.{kind}", "point": instruction.point,
         "stream": _STREAMS.get(kind, "compute"), "parameters": instruction.parameters, "num_bytes": num_bytes,
-        "duration_us": collective_us(costs, num_bytes) if kind in _STREAMS else 0.0,
+        "duration_us": costs.collective_us(num_bytes) if kind in _STREAMS else 0.0,
     }  # fmt: skip
     return facts if bucket is None else {**facts, "bucket": bucket}
 

@@ -105,8 +105,8 @@ class Engine:
                 module = dict(model.named_modules(remove_duplicate=False)).get(path)
                 if module is None or module.__dict__.get(MARK) != self.blueprint.id:
                     raise ValueError(
-                        f"the module {path or type(model).__name__!r}, which holds parameter {layout.name!r}, was replaced or removed "
-                        "after zfx.compile; compile the model anew after changing its modules"
+                        f"the module {path or type(model).__name__!r}, which holds parameter {layout.name!r}, was replaced "
+                        "or removed after zfx.compile; compile the model anew after changing its modules"
                     )
 
     def _foreign(self, params: Sequence[Any]) -> ValueError:

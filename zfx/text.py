@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from .ir import CostModel, Instruction, Parameter, Schedule
+from .ir import Instruction, Parameter, Schedule
 from .limits import Limits
 
 WIDTH = 120
@@ -202,14 +202,6 @@ def shorten(name: str, width: int) -> str:
     return short if len(short) <= width else ".." + short[len(short) - max(width - 2, 0) :]
 
 
-def collective_us(costs: CostModel, num_bytes: int) -> float:
-    """`CostModel.collective_us`, infinite where the cost model cannot say: drawing must not fail on odd costs."""
-    try:
-        return costs.collective_us(num_bytes)
-    except (ZeroDivisionError, OverflowError):
-        return float("inf")
-
-
 def _clip(line: str, full: bool) -> str:
     line = line.rstrip()
     return line if full or len(line) <= WIDTH else line[: WIDTH - 3] + " .."
@@ -220,7 +212,7 @@ def _traffic(schedule: Schedule, kind: str) -> _Traffic:
     launches = [i for i in schedule.instructions if i.kind == kind]
     names = [name for i in launches for name in i.parameters]
     volumes = [sum(sizes.get(name, 0) for name in i.parameters) for i in launches]
-    duration_us = sum(collective_us(schedule.program.costs, v) for v in volumes)
+    duration_us = sum(schedule.program.costs.collective_us(v) for v in volumes)
     return _Traffic(len(names), len(names) - len(set(names)), len(launches), sum(volumes), duration_us)
 
 
