@@ -61,7 +61,7 @@ class Wrong(nn.Module):
         self.lin = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lin(x)[: max(1, int(x.sum().item() * 0) + 1)]
+        return self.lin(x)[:1] if x.sum().item() > 0 else self.lin(x)
 
 
 def build(name: str) -> tuple[nn.Module, tuple[type[nn.Module], ...], list[torch.Tensor]]:

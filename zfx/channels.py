@@ -27,6 +27,7 @@ class Channels:
     agreement: Agreement
 
 
+_NEVER = timedelta(days=30)
 _channels: dict[tuple[Any, ...], Channels] = {}
 
 
@@ -41,14 +42,10 @@ def channels_for(mesh: DeviceMesh, timeout_s: float) -> Channels:
     for old in [k for k, c in _channels.items() if c.agreement.store is not default_store()]:
         del _channels[old]  # their process group is gone
     backend = dist.get_backend(mesh.get_group())
+    # agreement counts its patience itself: see `Agreement._finish`
     groups = [
-        dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout_s),
-            backend=b,
-            use_local_synchronization=len(ranks) != dist.get_world_size(),
-        )
-        for b in (backend, backend, "gloo")
+        dist.new_group(list(ranks), timeout=limit, backend=kind, use_local_synchronization=len(ranks) != dist.get_world_size())
+        for kind, limit in ((backend, timedelta(seconds=timeout_s)), (backend, timedelta(seconds=timeout_s)), ("gloo", _NEVER))
     ]
     _generations[ranks] += 1
     name = hashlib.sha256(repr((ranks, _generations[ranks])).encode()).hexdigest()[:16]

@@ -7,15 +7,21 @@ In a captured graph they mark where a parameter is needed and where its gradient
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
-if TYPE_CHECKING:
-    from .blueprint import Blueprint
 
-BLUEPRINTS: WeakValueDictionary[int, Blueprint] = WeakValueDictionary()
+class Naive(Protocol):
+    """What the operators ask of a blueprint."""
+
+    def gather_now(self, index: int, shard: torch.Tensor) -> torch.Tensor: ...
+
+    def reduce_now(self, index: int, grad: torch.Tensor) -> torch.Tensor: ...
+
+
+BLUEPRINTS: WeakValueDictionary[int, Naive] = WeakValueDictionary()
 
 
 @torch.library.custom_op("zfx::all_gather", mutates_args=())
