@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._compat import on_compile
+from ._compat import default_store, on_compile
 from .errors import RankMismatch
 
 _GRACE_S = 3.0  # how long a rank that has failed waits for the others' last words; at most a quarter of the timeout
@@ -161,10 +161,11 @@ def _say_compiled(_: Any) -> None:
 
 
 def _say(busy: str) -> None:
-    """Leave word in every store that this rank compiles, or has stopped."""
+    """Leave word for every group of the present process group that this rank compiles, or has stopped."""
+    store = default_store() if dist.is_initialized() else None
     for agreement in list(_alive):
-        if agreement.world_size > 1 and agreement.broken is None:
-            with contextlib.suppress(Exception):  # a store that is gone: its group is, too
+        if agreement.world_size > 1 and agreement.store is store and agreement.broken is None:
+            with contextlib.suppress(Exception):  # the store went with the rank that held it
                 agreement.store.set(f"{agreement.key}/compiling/{agreement.rank}", busy)
 
 
