@@ -162,7 +162,7 @@ def _say_compiled(_: Any) -> None:
 
 def _say(busy: str) -> None:
     """Leave word for every group of the present process group that this rank compiles, or has stopped."""
-    store = default_store() if dist.is_initialized() else None
+    store: Any = default_store() if dist.is_initialized() else None
     for agreement in list(_alive):
         if agreement.world_size > 1 and agreement.store is store and agreement.broken is None:
             with contextlib.suppress(Exception):  # the store went with the rank that held it
