@@ -10,7 +10,12 @@ from .cases import REGISTRY, options_of
 from .runner import DEFAULT_LIMITS, Report, problems, run_case
 
 # Cases that should match and for now end in an error: (start of the outcome on every rank, why). A case that is mended fails here.
-KNOWN_ERRORS: dict[str, tuple[str, str]] = {}
+KNOWN_ERRORS: dict[str, tuple[str, str]] = {
+    "reload_other_world_size": (
+        "AssertionError",
+        "torch's set_optimizer_state_dict gives back the 0-dim optimizer state of a replicated parameter as a plain tensor",
+    ),
+}
 
 # The others run only with limits under which every parameter is released after every use.
 WITH_DEFAULT_LIMITS = (
@@ -22,7 +27,7 @@ def runs() -> list[Any]:
     found = []
     for case_id, case in REGISTRY.items():
         for world in options_of(case.build()[3])["world_sizes"]:
-            marks = (pytest.mark.slow,) if world > 3 else ()
+            marks = (pytest.mark.slow,) if world > 2 else ()
             found.append(pytest.param(case_id, world, marks=marks, id=f"{case_id}-{world}"))
     return found
 
