@@ -69,7 +69,7 @@ class Agreement:
         vote = torch.tensor([digest, -digest], device="cpu")
         self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group, async_op=True), description)
         if int(vote[0]) != -int(vote[1]):
-            self._fail(description, f"ranks are about to run different plans (execution {self.count})")
+            self._fail(description, f"ranks are about to run different plans (execution {self.count})", self.timeout_s)
 
     def lost(self, error: BaseException, description: Sequence[str]) -> RankMismatch:
         """A collective of the running execution failed: find out who is gone."""
@@ -102,11 +102,11 @@ class Agreement:
         except Exception:  # the store is gone with the rank that held it
             return False
 
-    def _fail(self, description: Sequence[str], what: str) -> None:
-        raise self._diagnose(description, what)
+    def _fail(self, description: Sequence[str], what: str, grace_s: float | None = None) -> None:
+        raise self._diagnose(description, what, grace_s)
 
-    def _diagnose(self, description: Sequence[str], what: str) -> RankMismatch:
-        theirs = self._last_words(description)
+    def _diagnose(self, description: Sequence[str], what: str, grace_s: float | None = None) -> RankMismatch:
+        theirs = self._last_words(description, self.grace_s if grace_s is None else grace_s)
         missing = [r for r in range(self.world_size) if r not in theirs]
         different = [r for r, words in theirs.items() if words != list(description)]
         if missing:
@@ -135,18 +135,18 @@ class Agreement:
         self.broken = error
         return error
 
-    def _last_words(self, description: Sequence[str]) -> dict[int, list[str]]:
+    def _last_words(self, description: Sequence[str], grace_s: float) -> dict[int, list[str]]:
         """What every rank that is still there was about to run, by rank."""
         theirs = {self.rank: list(description)}
         try:
             self.store.set(f"{self.key}/last/{self.rank}", json.dumps(list(description)))
-            end = time.monotonic() + self.grace_s
+            end = time.monotonic() + grace_s
             while len(theirs) < self.world_size and time.monotonic() < end:
                 for rank in range(self.world_size):
                     key = f"{self.key}/last/{rank}"
                     if rank not in theirs and self.store.check([key]):
                         theirs[rank] = json.loads(self.store.get(key))
-                time.sleep(0.02)
+                time.sleep(0.05)
         except Exception:  # the store went with rank 0: those who left no words count as missing
             pass
         return theirs

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import inspect
 import os
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .agreement import digest_of
 from .blueprint import Blueprint
 from .channels import channels_for
 from .engine import MARK, Engine, Slot
@@ -55,6 +57,7 @@ def compile(
         timeout: seconds that ranks wait for one that does not come, before all raise `RankMismatch`.
 
     Raises:
+        RankMismatch: ranks do not start from the same parameters (a sample of their values is compared).
         ValueError: `world_size` differs from the process group's, the mesh is not 1-D, the model is compiled already, a
             parameter has hooks or is held by an optimizer.
         TypeError: an argument of the wrong type.
@@ -65,7 +68,7 @@ def compile(
         >>> len(model.zfx.plan(torch.randn(3, 4)).buckets)
         2
     """
-    _check_arguments(model, world_size, mesh, limits, timeout)
+    _check_arguments(model, world_size, mesh, limits, costs, leaf_modules, timeout)
     mesh, world_size = _find_ranks(world_size, mesh)
     _check_model(model)
     if mesh is not None:
@@ -74,10 +77,12 @@ def compile(
     entries = unique_parameters(model)
     layouts = [layout_of(owners[0].name, param, world_size) for param, owners in entries]
     slots = [Slot.of(owners) for _, owners in entries]
+    channels = None if mesh is None else channels_for(mesh, timeout)
+    if channels is not None:
+        lines = [f"zfx.compile of {type(model).__name__}", *(_fingerprint(owners[0].name, param) for param, owners in entries)]
+        channels.agreement.begin(digest_of(lines), lines)
     make_leaves(model, leaf_modules)
-    channels = None
     if mesh is not None:
-        channels = channels_for(mesh, timeout)
         device = _device(mesh)
         shard_parameters(model, layouts, mesh, device)
         for module in model.modules():
@@ -100,6 +105,13 @@ def compile(
     return model
 
 
+def _fingerprint(name: str, param: torch.Tensor) -> str:
+    """Shape, dtype and some of a parameter's values: ranks that were seeded differently differ here."""
+    flat = param.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // 64)][:64].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return f"parameter {name} {tuple(param.shape)} {param.dtype} with values {hashlib.sha256(some).hexdigest()[:8]}"
+
+
 def _subclass(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the model's own class that calls through the engine. Made anew each time: it must not outlive the model."""
 
@@ -120,17 +132,23 @@ def _subclass(base: type[nn.Module]) -> type[nn.Module]:
     return types.new_class(base.__name__, (base,), exec_body=body)
 
 
-def _check_arguments(model: Any, world_size: Any, mesh: Any, limits: Any, timeout: Any) -> None:
+def _check_arguments(model: Any, world_size: Any, mesh: Any, limits: Any, costs: Any, leaf_modules: Any, timeout: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"zfx.compile takes an nn.Module, got {type(model).__name__}")
     if limits is not None and not isinstance(limits, Limits):
         raise TypeError(f"limits must be a zfx.Limits, got {type(limits).__name__}; Limits.from_deepspeed reads a DeepSpeed config")
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
         raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(f"mesh must be 1-D (shard), got {mesh.ndim} dimensions; a replicate x shard mesh is not supported yet")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be above 0 seconds, got {timeout!r}")
+    if costs is not None and not isinstance(costs, CostModel):
+        raise TypeError(f"costs must be a zfx.CostModel, got {type(costs).__name__}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 30 * 86_400:
+        raise ValueError(f"timeout must be a number of seconds above 0 and at most 30 days, got {timeout!r}")
+    if isinstance(leaf_modules, (str, type, nn.Module)) or not isinstance(leaf_modules, Iterable):
+        raise TypeError(f"leaf_modules must be a list of module classes or modules, got {leaf_modules!r}")
 
 
 def _check_model(model: nn.Module) -> None:

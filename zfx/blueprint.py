@@ -44,6 +44,7 @@ class Blueprint:
         self.index = {name: i for i, name in enumerate(self.names)}
         self.world_size, self.limits, self.costs, self.channels = world_size, limits, costs, channels
         self.schedules: list[Schedule] = []
+        self.read_in_backward: set[str] = set()  # parameters that the backward of some schedule reads
         self.graphs: list[dict[str, torch.fx.GraphModule]] = []
         self.id = next(_ids)
         BLUEPRINTS[self.id] = self
@@ -55,6 +56,7 @@ class Blueprint:
     def add(self, schedule: Schedule) -> int:
         """Keep a schedule and room for its graphs; its number."""
         self.schedules.append(schedule)
+        self.read_in_backward.update(name for step in schedule.program.steps if step.phase == "backward" for name in step.reads)
         self.graphs.append({})
         return len(self.schedules) - 1
 

@@ -90,9 +90,25 @@ class Engine:
         if torch.is_grad_enabled():
             wanted = [i for i, p in enumerate(params) if p.requires_grad]
             if wanted:
-                for i, shard in zip(wanted, ToLocal.apply(*[params[i] for i in wanted])):
+                changed = self._refuse_changed(wanted)
+                for i, shard in zip(wanted, ToLocal.apply(changed, *[params[i] for i in wanted])):
                     local[i] = shard
         return local
+
+    def _refuse_changed(self, wanted: list[int]) -> Callable[[list[int]], None]:
+        blueprint = self.blueprint
+
+        def changed(indices: list[int]) -> None:
+            """Raise if a backward reads one of these, as autograd does for a plain parameter: [Note: versions of shards]."""
+            names = [blueprint.names[wanted[i]] for i in indices]
+            read = [name for name in names if name in blueprint.read_in_backward]
+            if read:
+                raise RuntimeError(
+                    f"parameter {read[0]!r} was modified by an inplace operation (optimizer step, load_state_dict, copy_) between "
+                    "a forward and its backward, which needs the value that the forward used; run the backward first"
+                )
+
+        return changed
 
     def check_modules(self, model: nn.Module) -> None:
         """Refuse a model whose modules are not those that were compiled. Asked only when a capture has failed.

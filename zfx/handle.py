@@ -114,7 +114,7 @@ class Handle:
         engine, blueprint = self._engine, self._engine.blueprint
         wanted = self._resolve(names)
         if blueprint.channels is None:
-            yield {name: engine.slots[i].holder[engine.slots[i].key].detach() for name, i in wanted.items()}
+            yield {name: engine.slots[i].holder[engine.slots[i].key].detach().clone() for name, i in wanted.items()}
             return
         order = sorted(set(wanted.values()))
         values = {}

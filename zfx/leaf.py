@@ -5,7 +5,9 @@ that runs the module again, under autograd, from the random state that the forwa
 it lives between the two but its inputs, its buffers and 5 kB of random state; its parameters are gathered and released like any
 others. The price is one more forward of the leaf.
 
-RNN modules (LSTM, GRU, RNN) are always leaves: Dynamo does not trace them.
+RNN modules (LSTM, GRU, RNN) are always leaves: Dynamo does not trace them. Both runs use the train/eval flags of the
+capture; other attributes of a leaf must not change between a forward and its backward. A parameter that a leaf does not use
+in a call gets a gradient of zeros.
 
 [Note: shapes of a leaf] What a leaf returns must be known at capture. It is run there on fake tensors; one that looks at data can't
 be, and is taken to return one tensor shaped like its first floating-point input. The real outputs are compared with what was
@@ -76,7 +78,10 @@ def _make_leaf(module: nn.Module) -> None:
         if not torch.compiler.is_compiling():
             return base.forward(self, *args, **kwargs)
         params, buffers = dict(self.named_parameters()), dict(self.named_buffers())
-        output, changed = _call(self.__dict__["_zfx_leaf"], params, buffers, args, kwargs)
+        training = [m.training for m in self.modules()]  # looked at here, so that the captured code is guarded on it
+        args = tuple(_NONE if a is None else a for a in args)  # a graph can't be handed None
+        kwargs = {k: _NONE if a is None else a for k, a in kwargs.items()}
+        output, changed = _call(self.__dict__["_zfx_leaf"], params, buffers, training, args, kwargs)
         for name, value in changed.items():
             buffers[name].copy_(value)
         return output
@@ -84,9 +89,7 @@ def _make_leaf(module: nn.Module) -> None:
     module.__class__ = types.new_class(
         base.__name__,
         (base,),
-        exec_body=lambda ns: ns.update(
-            forward=forward, __module__=base.__module__, __qualname__=base.__qualname__
-        ),
+        exec_body=lambda ns: ns.update(forward=forward, __module__=base.__module__, __qualname__=base.__qualname__),
     )
 
 
@@ -103,12 +106,19 @@ def copy_leaves(modules: Iterable[nn.Module]) -> None:
             _register(module)
 
 
+_NONE = "zfx: no value"
+
+
 class _Site:
     """One call of a leaf as it was captured: everything about it but its tensors."""
 
-    def __init__(self, leaf_id: int, params: list[str], buffers: list[str], inputs: Any, others: list[Any]) -> None:
+    def __init__(
+        self, leaf_id: int, params: list[str], buffers: list[str], training: list[bool], inputs: Any, others: list[Any]
+    ) -> None:
         self.leaf_id, self.params, self.buffers, self.inputs, self.others = leaf_id, params, buffers, inputs, others
+        self.training = training
         self.outputs: Any = None
+        self.guessed = False  # see [Note: shapes of a leaf]
         self.result_others: list[Any] = []
         self.result_shapes: list[tuple[Any, torch.dtype]] = []
 
@@ -118,12 +128,24 @@ _site_ids = itertools.count()
 
 
 @nonstrict_trace
-def _call(leaf_id: int, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+def _call(
+    leaf_id: int,
+    params: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    training: list[bool],
+    args: Any,
+    kwargs: Any,
+) -> Any:
     """Runs while AOTAutograd traces: put one `zfx::leaf` node into the graph."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise CaptureError(
+            f"the leaf {type(_leaves[leaf_id]).__name__} runs under autocast, which does not reach into a leaf",
+            advice="wrap its call in torch.autocast(..., enabled=False) and cast its input there",
+        )
     flat, spec = pytree.tree_flatten((args, kwargs))
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
-    others = [None if isinstance(x, torch.Tensor) else x for x in flat]
-    site = _Site(leaf_id, list(params), list(buffers), (spec, [isinstance(x, torch.Tensor) for x in flat]), others)
+    others = [None if isinstance(x, torch.Tensor) or (isinstance(x, str) and x == _NONE) else x for x in flat]
+    site = _Site(leaf_id, list(params), list(buffers), training, (spec, [isinstance(x, torch.Tensor) for x in flat]), others)
     site_id = next(_site_ids)
     _sites[site_id] = site
     weakref.finalize(_leaves[leaf_id], _sites.pop, site_id, None)
@@ -148,12 +170,37 @@ def _run(
     given = iter(tensors)
     args, kwargs = pytree.tree_unflatten([next(given) if t else other for t, other in zip(is_tensor, site.others)], spec)
     values = {**dict(zip(site.params, params)), **dict(zip(site.buffers, buffers))}
-    with _reparametrize_module(module, values, tie_weights=True), _fresh_flat_weights(module):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_training(module, site.training))
+        stack.enter_context(_reparametrize_module(module, values, tie_weights=True))
+        stack.enter_context(_fresh_flat_weights(module))
         output = type(module).__mro__[1].forward(module, *args, **kwargs)  # type: ignore[attr-defined]
     flat, out_spec = pytree.tree_flatten(output)
-    site.outputs = (out_spec, [isinstance(x, torch.Tensor) for x in flat])
-    site.result_others = [x for x in flat if not isinstance(x, torch.Tensor)]
+    structure = (out_spec, [isinstance(x, torch.Tensor) for x in flat])
+    others = [x for x in flat if not isinstance(x, torch.Tensor)]
+    if site.outputs is None:
+        site.outputs, site.result_others = structure, others
+    elif not site.guessed and (structure, others) != (site.outputs, site.result_others):
+        raise CaptureError(
+            f"the leaf {type(module).__name__} returns {others!r} beside its tensors where it returned {site.result_others!r} "
+            "when it was captured; only tensors may change from call to call",
+            advice="return a tensor instead",
+        )
     return [x for x in flat if isinstance(x, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def _training(module: nn.Module, flags: Sequence[bool]) -> Iterator[None]:
+    """The train/eval flags of the capture: a backward must run what its forward ran, whatever was set in between."""
+    modules = list(module.modules())
+    before = [m.training for m in modules]
+    for m, flag in zip(modules, flags):
+        m.training = flag
+    try:
+        yield
+    finally:
+        for m, flag in zip(modules, before):
+            m.training = flag
 
 
 @contextlib.contextmanager
@@ -196,7 +243,7 @@ def _(params: Any, buffers: Any, inputs: Any, needs: Any, site: int) -> list[tor
         if like is None:
             raise
         outputs = [like]
-        where.outputs, where.result_others = (pytree.tree_structure(0), [True]), []
+        where.outputs, where.result_others, where.guessed = (pytree.tree_structure(0), [True]), [], True
     outputs = [o.new_empty(o.shape) for o in outputs]
     where.result_shapes = [(tuple(o.shape), o.dtype) for o in outputs]
     return [*outputs, *(torch.empty_like(b) for b in buffers), torch.empty(_rng_size(), dtype=torch.uint8, device="cpu")]
@@ -253,7 +300,13 @@ def forward_leaf(
     changed = [b.clone() for b in buffers]
     planned = where.result_shapes
     with torch.no_grad():
-        outputs = _run(where, params, changed, inputs)
+        own = [t.clone() for t in inputs]  # what the leaf changes must not reach the caller: the second run begins with these too
+        outputs = _run(where, params, changed, own)
+        if any(t._version for t in own):
+            raise CaptureError(
+                f"the leaf {type(_leaves[where.leaf_id]).__name__} changes an input in place",
+                advice="use the out-of-place operation at its start (inplace=False)",
+            )
     taken = {t.untyped_storage()._cdata for t in (*params, *inputs)}
     outputs = [(o.clone() if o.untyped_storage()._cdata in taken else o).contiguous() for o in outputs]
     _compare(where, outputs, planned)

@@ -12,6 +12,7 @@ A 0-dim parameter has no rows: it is replicated (DTensor `Replicate`), and its g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,7 +164,10 @@ class ToLocal(torch.autograd.Function):
     """From the DTensor parameters that the user sees to the plain shards that the graphs work on, and gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, *params: DTensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, changed: Callable[[list[int]], None], *params: DTensor) -> tuple[torch.Tensor, ...]:
+        # [Note: versions of shards] an in-place operation on a DTensor bumps its own version, not its local tensor's, so autograd
+        # would not notice a shard that was changed between forward and backward
+        ctx.changed, ctx.params, ctx.versions = changed, params, [p._version for p in params]
         ctx.specs = [p._spec for p in params]
         ctx.set_materialize_grads(False)
         return tuple(p._local_tensor.detach() for p in params)
@@ -175,4 +179,7 @@ class ToLocal(torch.autograd.Function):
                 "double backward through sharded parameters is not supported: create_graph=True would need gradients of gradient "
                 "shards (for example in torch.func.functional_call with weights adapted by gradients)"
             )
-        return tuple(None if g is None else make_dtensor(g, spec) for g, spec in zip(grads, ctx.specs))
+        changed = [i for i, (p, version) in enumerate(zip(ctx.params, ctx.versions)) if p._version != version]
+        if changed:
+            ctx.changed(changed)
+        return (None, *(None if g is None else make_dtensor(g, spec) for g, spec in zip(grads, ctx.specs)))
