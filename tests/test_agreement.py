@@ -133,17 +133,19 @@ class Counting(nn.Module):
 
 def slow_capture() -> float:
     torch.manual_seed(0)
-    model = zfx.compile(Counting(), timeout=8.0)
+    model = zfx.compile(Counting(), timeout=15.0)
     model(torch.ones(2, 4)).sum().backward()
+    build_extract = zfx.build.extract
     if dist.get_rank() == 1:  # this rank captures anew, and takes longer than the timeout
-        extract = zfx.build.extract
-
         def slow(*args):  # type: ignore[no-untyped-def]
-            time.sleep(10)
-            return extract(*args)
+            time.sleep(18)
+            return build_extract(*args)
 
         zfx.build.extract = slow
-    out = model(torch.ones(3 + dist.get_rank(), 4) if dist.get_rank() else torch.ones(2, 4))
+    try:
+        out = model(torch.ones(3 + dist.get_rank(), 4) if dist.get_rank() else torch.ones(2, 4))
+    finally:
+        zfx.build.extract = build_extract
     out.sum().backward()
     return float(model.lin.weight.grad.full_tensor().sum())
 
