@@ -347,7 +347,7 @@ def test_random_modules_under_random_limits(spec: Spec, many_limits: tuple[Any, 
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(SPECS, st.tuples(limits_strategy(), limits_strategy(), limits_strategy()))
 def test_more_random_modules(spec: Spec, many_limits: tuple[Any, ...]) -> None:
     check(spec, many_limits)
