@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._compat import default_store
 from .agreement import Agreement
 from .wire import Wire, wire_for
-
-_generations: Counter[tuple[int, ...]] = Counter()  # how often channels were made for these ranks: alike on all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +43,7 @@ def channels_for(mesh: DeviceMesh, timeout_s: float) -> Channels:
         dist.new_group(list(ranks), timeout=limit, backend=kind, use_local_synchronization=len(ranks) != dist.get_world_size())
         for kind, limit in ((backend, timedelta(seconds=timeout_s)), (backend, timedelta(seconds=timeout_s)), ("gloo", _NEVER))
     ]
-    _generations[ranks] += 1
-    name = hashlib.sha256(repr((ranks, _generations[ranks])).encode()).hexdigest()[:16]
+    name = groups[2].group_name  # the same on all its ranks, whatever else a process has done
     made = Channels(wire_for(groups[0]), wire_for(groups[1]), Agreement(groups[2], default_store(), f"zfx/{name}", timeout_s))
     _channels[key] = made
     return made
