@@ -142,3 +142,61 @@ def test_a_deep_copy_has_leaves_of_its_own() -> None:
 def test_wrong_leaves_are_refused(leaves: list, error: type[Exception], says: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(error, match=says):
         zfx.compile(nn.Sequential(nn.Linear(2, 2)), world_size=2, leaf_modules=leaves)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(5, 6, num_layers=2, dropout=0.5), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, state: object = None) -> torch.Tensor:
+        return self.out(self.rnn(x, state)[0])
+
+
+class Changing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+class Numbering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self.calls += 1
+        return self.lin(x), self.calls
+
+
+def eval_before_backward() -> float:
+    torch.manual_seed(0)
+    plain = Dropping().double()
+    model = zfx.compile(copy.deepcopy(plain), limits=RELEASE_ALL)
+    x = torch.randn(3, 2, 5, dtype=torch.float64)
+    for one in (plain, model):
+        torch.manual_seed(1)
+        loss = one(x).square().sum()
+        one.eval()
+        loss.backward()
+    return max((p.grad - q.grad.full_tensor()).abs().max().item() for p, q in zip(plain.parameters(), model.parameters()))
+
+
+def test_a_backward_runs_a_leaf_in_the_mode_of_its_forward() -> None:
+    assert run_ranks(1, eval_before_backward)[0] <= 1e-10
+
+
+def refused(leaf: type[nn.Module]) -> str:
+    model = zfx.compile(nn.Sequential(nn.Linear(4, 4), leaf()), leaf_modules=[leaf])
+    with pytest.raises(zfx.CaptureError) as caught:
+        for _ in range(2):
+            model(torch.ones(3, 4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("leaf", "says"), [(Changing, "changes an input in place"), (Numbering, "only tensors may change")])
+def test_what_a_second_run_would_not_repeat_is_refused(leaf: type[nn.Module], says: str) -> None:
+    assert says in run_ranks(1, refused, leaf)[0]
