@@ -29,7 +29,6 @@ from .shard import Layout
 if TYPE_CHECKING:
     from .blueprint import Blueprint
 
-log = logging.getLogger("zfx")
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
