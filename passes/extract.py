@@ -241,7 +241,8 @@ def duration_us(node: fx.Node, costs: CostModel) -> float:
     if not isinstance(target, torch._ops.OpOverload) or any(True for _ in aliased_inputs(node)):
         return 0.0
     num_bytes = sum(n for source in (*node.all_input_nodes, node) for _, n in storages(source))
-    return costs.compute_us(_flops(target, node), num_bytes)
+    num_flops = _flops(target, node)
+    return costs.compute_us("matmul" if num_flops else "elementwise", num_flops, num_bytes)
 
 
 def _flops(target: torch._ops.OpOverload, node: fx.Node) -> int:

@@ -135,7 +135,7 @@ def launch_late(schedule: Schedule) -> Schedule:
             tail += program.steps[point].duration_us
         while index and gathers[index - 1].first == point:
             index -= 1
-            queue_tail = costs.collective_us(gathers[index].num_bytes) + max(queue_tail, tail)
+            queue_tail = costs.gather_us(gathers[index].num_bytes) + max(queue_tail, tail)
             latest = min(latest, point)
             in_time = bisect_right(times.launch_us, deadline - queue_tail, hi=latest + 1) - 1
             latest = launches[index] = max(launches[index], in_time)
@@ -161,7 +161,7 @@ class _ReductionTails:
             self._launched -= 1
             tail = self._pass_waits(point, point, tail)
             end = max(self._ends[self._launched], self._queue_tail)
-            self._queue_tail = self._costs.collective_us(reductions[self._launched].num_bytes) + end
+            self._queue_tail = self._costs.reduce_us(reductions[self._launched].num_bytes) + end
             tail = max(tail, self._queue_tail)
         return self._pass_waits(point, -1, tail)
 

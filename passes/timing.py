@@ -29,10 +29,10 @@ class GatherQueue:
         gathers = self._gathers
         while self._launched < len(gathers) and gathers[self._launched].launch == point:
             begin = max(now, self._ends[-1]) if self._ends else now
-            self._ends.append(begin + self._costs.collective_us(gathers[self._launched].num_bytes))
+            self._ends.append(begin + self._costs.gather_us(gathers[self._launched].num_bytes))
             self._launched += 1
         while self._waited < len(gathers) and gathers[self._waited].first == point:
-            now = max(now, self._ends[self._waited])
+            now = max(now, self._ends[self._waited]) + self._costs.launch_us
             self._waited += 1
         return now
 
@@ -61,8 +61,9 @@ def simulate(timeline: Timeline) -> Times:
         for index in waited[point]:
             now = max(now, ends[index])
         for index in launched[point]:
+            now += program.costs.launch_us
             begin = max(now, ends[-1]) if ends else now
-            ends.append(begin + program.costs.collective_us(timeline.reductions[index].num_bytes))
+            ends.append(begin + program.costs.reduce_us(timeline.reductions[index].num_bytes))
             if timeline.reductions[index].wait == point:
                 now = max(now, ends[index])
         launch_us.append(now)

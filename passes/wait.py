@@ -68,7 +68,7 @@ def wait_reductions(schedule: Schedule) -> Schedule:
                 len(flight.queue) > 1 or 2 * flight.num_bytes + pending + num_bytes > room.before[point]
             ):
                 flight.land(point)
-            channel = max(channel, flight.now) + costs.collective_us(num_bytes)
+            channel = max(channel, flight.now) + costs.reduce_us(num_bytes)
             flight.queue.append((index, num_bytes, channel))
             flight.num_bytes += num_bytes
             pending -= num_bytes

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
-from zfx.ir import CostModel, Limits, Parameter, Program, Step
+from zfx.costs import CostModel, Link
+from zfx.ir import Limits, Parameter, Program, Step
 
 SMALL = st.integers(0, 12)
 
 
+def link_costs(latency_us: float = 100.0, bytes_per_us: float = 2_000.0, **others: Any) -> CostModel:
+    """Gathers and reductions alike."""
+    return CostModel(Link(latency_us, bytes_per_us), Link(latency_us, bytes_per_us), **others)
+
+
 def cost_models() -> st.SearchStrategy[CostModel]:
     """Costs in whole numbers: simulated times are then exact, and equal means equal."""
+    links = st.builds(Link, st.sampled_from([0.0, 1.0, 8.0]), st.sampled_from([1.0, 4.0, float("inf")]))
     return st.builds(
         CostModel,
-        latency_us=st.sampled_from([0.0, 1.0, 8.0]),
-        bytes_per_us=st.sampled_from([1.0, 4.0, float("inf")]),
+        links,
+        links,
+        launch_us=st.sampled_from([0.0, 1.0]),
         pack_threshold_bytes=st.sampled_from([0, 20, 1000]),
         bucket_bytes=st.sampled_from([0, 30, 60, 1000]),
     )

@@ -19,10 +19,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zfx.dump
+from zfx.costs import CostModel, Link, Rate
 from zfx.dump import from_dict, from_json, save, to_dict, to_dot, to_json, to_networkx
-from zfx.ir import Bucket, CostModel, Instruction, Parameter, Program, Schedule, Step
+from zfx.ir import Bucket, Instruction, Parameter, Program, Schedule, Step
 from zfx.limits import Limits
 
+from .strategies import link_costs
 from .test_text import deep, mlp, small
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # pydot calls pyparsing by its old names
@@ -37,7 +39,10 @@ whole = st.one_of(st.integers(-3, 3), st.integers(0, 2**70))
 sizes = st.one_of(st.integers(0, 3), st.integers(0, 2**70))
 numbers = st.floats(allow_nan=False)
 rates = st.floats(0, exclude_min=True)
-costs = st.builds(CostModel, st.floats(0), rates, rates, rates, sizes, sizes)
+links = st.builds(Link, st.floats(0), rates)
+compute = st.builds(Rate, st.text(max_size=3), st.floats(0), rates, rates)
+kinds_of_compute = st.lists(compute, min_size=1, max_size=2, unique_by=lambda r: r.kind)
+costs = st.builds(CostModel, links, links, kinds_of_compute.map(tuple), st.floats(0), sizes, sizes, sizes, st.text(max_size=3))
 
 
 @st.composite
@@ -69,7 +74,7 @@ odd = Schedule(
     Program(
         tuple(Parameter(n, 1, 4, 4) for n in ODD),
         tuple(Step(n, "forward", n, ODD, (), 1, 0.1 + 0.2) for n in ODD),
-        costs=CostModel(latency_us=float("inf"), bytes_per_us=1e308, flops_per_us=5e-324),
+        costs=link_costs(float("inf"), 1e308, rates=(Rate("é", 0.0, 5e-324, 1.0),)),
     ),
     Limits(),
     (Bucket(0, "all_gather", ODD, ODD[1:]),),
@@ -93,7 +98,7 @@ def test_floats_and_infinities_survive_and_integers_in_their_place_are_the_same_
     steps = tuple(Step(str(i), "forward", duration_us=x) for i, x in enumerate((0.1, 1 / 3, 5e-324, 1e308, float("inf"), 3)))
     back = from_json(to_json(Schedule(Program((), steps), Limits())))
     assert [s.duration_us.hex() for s in back.program.steps] == [float(s.duration_us).hex() for s in steps]
-    three, third = (replace(odd, program=replace(odd.program, costs=CostModel(latency_us=x))) for x in (3, 3.0))
+    three, third = (replace(odd, program=replace(odd.program, costs=link_costs(x))) for x in (3, 3.0))
     assert three == third and to_json(three) == to_json(third)
     nan = to_json(Schedule(Program((), (Step("s", "forward", duration_us=float("nan")),)), Limits()))
     assert to_json(from_json(nan)) == nan
@@ -101,7 +106,7 @@ def test_floats_and_infinities_survive_and_integers_in_their_place_are_the_same_
 
 def test_the_envelope_and_a_field_of_each_record() -> None:
     data = json.loads(to_json(WELL_FORMED["kept"]))
-    assert (data["format"], data["version"]) == ("zfx.schedule", 1)
+    assert (data["format"], data["version"]) == ("zfx.schedule", 2)
     assert data["buckets"][0] == {"index": 0, "kind": "all_gather", "parameters": ["w0", "b0", "b1"], "packed": ["b0", "b1"]}
     assert data["limits"]["memory_budget"] is None and data["kept"] == ["w1"]
 
@@ -123,7 +128,8 @@ def edited(path: str, value: Any) -> dict[str, Any]:
     ("path", "value", "message"),
     [
         ("format", "other", 'not a zfx schedule: "format" must be "zfx.schedule", got \'other\''),
-        ("version", 2, "version 2, this zfx reads up to 1"),
+        ("version", 3, "version 3, this zfx reads up to 2"),
+        ("version", 1, "version 1, this zfx reads version 2: plan it again"),
         ("version", True, '"version" must be a whole number'),
         ("version", "1", '"version" must be a whole number'),
         ("surprise", 1, "schedule has unknown fields ['surprise']; its fields are program, limits, buckets, instructions, kept"),
@@ -166,7 +172,7 @@ def test_a_wrong_field_is_named(path: str, value: Any, message: str) -> None:
         ('"zfx.schedule"', '"format" must be'),
         ("{}", '"format" must be "zfx.schedule", got None'),
         ('{"format": "zfx.schedule"}', '"version" must be'),
-        ('{"format": "zfx.schedule", "version": 1}', "schedule lacks the fields ['buckets', 'instructions',"),
+        ('{"format": "zfx.schedule", "version": 2}', "schedule lacks the fields ['buckets', 'instructions',"),
         ('{"format": "zfx.schedule", "format": "x"}', "a key stands twice"),
         ("[" * 100_000, "nested too deeply"),
         ('{"format":' + "[" * 900 + "]" * 900 + "}", '"format" must be'),

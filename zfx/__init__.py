@@ -7,8 +7,9 @@ See `zfx.compile`, `zfx.Limits`, and the errors in `zfx.errors`.
 """
 
 from .api import compile
+from .costs import CostModel, Link, Rate
 from .errors import CaptureError, InfeasibleBudget, RankMismatch, ScheduleError, ZfxError
-from .ir import CostModel, Program, Schedule
+from .ir import Program, Schedule
 from .limits import Limits
 
 __all__ = [
@@ -16,8 +17,10 @@ __all__ = [
     "CostModel",
     "InfeasibleBudget",
     "Limits",
+    "Link",
     "Program",
     "RankMismatch",
+    "Rate",
     "Schedule",
     "ScheduleError",
     "ZfxError",

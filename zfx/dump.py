@@ -30,14 +30,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import networkx as nx
 
-from .ir import Bucket, CostModel, Instruction, Parameter, Program, Schedule, Step
+from .costs import CostModel, Link, Rate
+from .ir import Bucket, Instruction, Parameter, Program, Schedule, Step
 from .limits import Limits
 from .text import by_point, printable, shorten
 
 FORMAT = "zfx.schedule"
-VERSION = 1
+VERSION = 2
 
-_RECORDS = (Schedule, Program, Parameter, Step, CostModel, Limits, Bucket, Instruction)
+_RECORDS = (Schedule, Program, Parameter, Step, CostModel, Link, Rate, Limits, Bucket, Instruction)
 _STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce"}
 _COLORS = {
     "step": "white",
@@ -81,6 +82,8 @@ def from_dict(data: Mapping[str, Any]) -> Schedule:
     version = data.get("version")
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise ValueError(f'"version" must be a whole number from 1 to {VERSION}, got {_brief(version)}')
+    if version < VERSION:
+        raise ValueError(f"the schedule has version {version}, this zfx reads version {VERSION}: plan it again")
     if version > VERSION:
         raise ValueError(f"the schedule has version {version}, this zfx reads up to {VERSION}: read it with a newer zfx")
     body = {key: value for key, value in data.items() if key not in ("format", "version")}
@@ -248,13 +251,14 @@ def _step_facts(step: Step, index: int) -> dict[str, Any]:
 
 def _instruction_facts(instruction: Instruction, parameters: Mapping[str, Parameter], costs: CostModel) -> dict[str, Any]:
     kind, bucket = instruction.kind, instruction.bucket
+    durations = {"all_gather": costs.gather_us, "reduce_scatter": costs.reduce_us}
     is_reduction = kind in ("reduce_scatter", "wait_reduce")
     known = [parameters[name] for name in instruction.parameters if name in parameters]
     num_bytes = sum(p.grad_bytes if is_reduction else p.num_bytes for p in known)
     facts = {
         "kind": kind, "name": kind if bucket is None else f"{kind} {bucket}", "op": f"zfx.{kind}", "point": instruction.point,
         "stream": _STREAMS.get(kind, "compute"), "parameters": instruction.parameters, "num_bytes": num_bytes,
-        "duration_us": costs.collective_us(num_bytes) if kind in _STREAMS else 0.0,
+        "duration_us": durations[kind](num_bytes) if kind in durations else 0.0,
     }  # fmt: skip
     return facts if bucket is None else {**facts, "bucket": bucket}
 
@@ -374,7 +378,7 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
 
 
 def _scalar(value: Any, hint: Any, where: str) -> Any:
-    """The value as the plain int, float or str that the hint declares."""
+    """The value as the plain bool, int, float or str that the hint declares."""
     if get_origin(hint) is types.UnionType:
         return None if value is None else _scalar(value, get_args(hint)[0], where)
     if get_origin(hint) is Literal:
@@ -382,6 +386,8 @@ def _scalar(value: Any, hint: Any, where: str) -> Any:
             return value
         raise ValueError(f"{where} must be one of {', '.join(get_args(hint))}, got {_brief(value)}")
     try:
+        if hint is bool and isinstance(value, bool):
+            return value
         if hint is str and isinstance(value, str):
             return value.encode("utf-8").decode("utf-8")
         if hint is int and not isinstance(value, bool):
@@ -390,5 +396,5 @@ def _scalar(value: Any, hint: Any, where: str) -> Any:
             return float(value)
     except (TypeError, ValueError, OverflowError):
         pass
-    expected = {str: "Unicode text", int: "a whole number", float: "a number"}[hint]
+    expected = {bool: "true or false", str: "Unicode text", int: "a whole number", float: "a number"}[hint]
     raise ValueError(f"{where} must be {expected}, got {_brief(value)}")

@@ -24,54 +24,24 @@ What is held, exactly, and after every single instruction (not only at steps):
                 the other ranks, from reduce_scatter to wait_reduce
     other       `Step.other_bytes` while a step runs, and `Program.static_bytes` always
 
+When it happens, by the cost model: compute runs step after step; gathers have one channel and reductions another, each first in,
+first out. A collective starts when compute has reached its launch and the one before it on its channel is over. `wait` and
+`wait_reduce` stall compute until theirs is over. `launch_us` of compute time is booked at each `wait` and each `reduce_scatter`.
+
 `max_live_parameters` bounds gathered + packing, in elements; `memory_budget` bounds the sum of all, in bytes, at each step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
+from .costs import CostModel
 from .limits import Limits
 
 Phase = Literal["forward", "turn", "backward"]
+Window = Literal["only", "first", "middle", "last"]
 Kind = Literal["all_gather", "wait", "release", "reduce_scatter", "wait_reduce"]
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """What compute and communication cost, as plain data: the same on every rank, never measured while training.
-
-    A collective of `n` bytes (the gathered size) takes `latency_us + n / bytes_per_us`. A compute step takes the larger of
-    its flops over `flops_per_us` and its bytes over `memory_bytes_per_us`. The defaults are round numbers for one CPU core
-    and loopback TCP; they steer when collectives are launched and how they are bucketed, never a result.
-
-    Attributes:
-        pack_threshold_bytes: parameters whose gathered size is below this travel packed in one buffer: copying them costs
-            less than a message of their own.
-        bucket_bytes: a bucket is closed once it holds this many bytes: latency is then a small part of its time.
-    """
-
-    latency_us: float = 100.0
-    bytes_per_us: float = 2_000.0
-    flops_per_us: float = 50_000.0
-    memory_bytes_per_us: float = 10_000.0
-    pack_threshold_bytes: int = 65_536
-    bucket_bytes: int = 4_194_304
-
-    def __post_init__(self) -> None:
-        for name in ("bytes_per_us", "flops_per_us", "memory_bytes_per_us"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"CostModel.{name} must be above 0, got {getattr(self, name)!r}")
-        for name in ("latency_us", "pack_threshold_bytes", "bucket_bytes"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"CostModel.{name} must not be negative, got {getattr(self, name)!r}")
-
-    def collective_us(self, num_bytes: int) -> float:
-        return self.latency_us + num_bytes / self.bytes_per_us
-
-    def compute_us(self, num_flops: int, num_bytes: int) -> float:
-        return max(num_flops / self.flops_per_us, num_bytes / self.memory_bytes_per_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +82,8 @@ class Step:
         other_bytes: bytes live while it runs that are neither gathered parameters nor completed gradients
             (activations, inputs, partial gradients, workspace).
         duration_us: estimated time.
+        nominal_us: the same by the parameters alone: what its products with parameters, and those that make gradients of
+            parameters, would take on `CostModel.nominal_tokens` rows. Equal on ranks whose data differ.
     """
 
     name: str
@@ -121,6 +93,7 @@ class Step:
     completes: tuple[str, ...] = ()
     other_bytes: int = 0
     duration_us: float = 0.0
+    nominal_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +107,10 @@ class Program:
         escapes: parameters of which an alias leaves the program as an output: never released, kept across the turn.
         static_bytes: bytes held throughout: parameter shards and their gradients' shards.
         costs: the cost model that the durations come from.
+        uniform: every rank runs these very shapes, so that `duration_us` and `other_bytes` may decide which collectives there are.
+            Otherwise only `nominal_us` and the parameters do, and ranks with different data agree.
+        window: the program's place among the micro-batches between two optimizer steps: "only", or "first", "middle", "last". From
+            each to the next, parameters may be carried (`Schedule.carried`).
 
     Raises:
         ValueError: names are not unique, a step names an unknown parameter, or phases are out of order.
@@ -145,8 +122,12 @@ class Program:
     escapes: tuple[str, ...] = ()
     static_bytes: int = 0
     costs: CostModel = field(default_factory=CostModel)
+    uniform: bool = False
+    window: Window = "only"
 
     def __post_init__(self) -> None:
+        if self.window not in get_args(Window):
+            raise ValueError(f"window must be one of {', '.join(get_args(Window))}, got {self.window!r}")
         known = {p.name for p in self.parameters}
         if len(known) != len(self.parameters):
             raise ValueError("parameter names must be unique")
@@ -204,6 +185,8 @@ class Schedule:
     """A program with its instructions, in execution order.
 
     `kept` names the parameters that stay gathered across the turn: saved for backward instead of gathered again.
+    `carried` names those that stay gathered from the end of one micro-batch to the next. In the windows "middle" and "last" they
+    are live, and arrived, at point 0, without an all_gather; in "first" and "middle" they are live after the last step.
     """
 
     program: Program
@@ -211,6 +194,7 @@ class Schedule:
     buckets: tuple[Bucket, ...] = ()
     instructions: tuple[Instruction, ...] = ()
     kept: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         from .text import render  # the drawing room is above this one; only printing leads there

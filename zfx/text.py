@@ -212,7 +212,9 @@ def _traffic(schedule: Schedule, kind: str) -> _Traffic:
     launches = [i for i in schedule.instructions if i.kind == kind]
     names = [name for i in launches for name in i.parameters]
     volumes = [sum(sizes.get(name, 0) for name in i.parameters) for i in launches]
-    duration_us = sum(schedule.program.costs.collective_us(v) for v in volumes)
+    costs = schedule.program.costs
+    cost_us = costs.gather_us if kind == "all_gather" else costs.reduce_us
+    duration_us = sum(map(cost_us, volumes))
     return _Traffic(len(names), len(names) - len(set(names)), len(launches), sum(volumes), duration_us)
 
 

@@ -25,11 +25,14 @@ def simulate(schedule: Schedule) -> tuple[float, dict[int, float], dict[tuple[st
             if instruction.kind in channel:
                 unit = "num_bytes" if instruction.kind == "all_gather" else "grad_bytes"
                 num_bytes = sum(getattr(sizes[name], unit) for name in instruction.parameters)
+                link = program.costs.gather if instruction.kind == "all_gather" else program.costs.reduce
+                now += program.costs.launch_us if instruction.kind == "reduce_scatter" else 0
                 start = max(now, channel[instruction.kind])
-                ends[instruction.bucket] = channel[instruction.kind] = start + program.costs.collective_us(num_bytes)
+                ends[instruction.bucket] = channel[instruction.kind] = start + link.us(num_bytes)
             elif instruction.kind != "release":
                 reached[instruction.kind, instruction.bucket] = now
                 now = max(now, ends[instruction.bucket])
+                now += program.costs.launch_us if instruction.kind == "wait" else 0
         if point < len(program.steps):
             now += program.steps[point].duration_us
     return now, ends, reached

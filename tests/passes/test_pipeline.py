@@ -14,6 +14,7 @@ from tests.strategies import (
     _needed,
     bytes_needed,
     chain,
+    link_costs,
     problems,
     programs,
     smallest_budget,
@@ -41,7 +42,7 @@ def test_every_stage_passes_the_verifier(problem):
 
 
 # Transfers outlast several steps and nearly everything is packed: reductions pile up while packs are held.
-SLOW = CostModel(latency_us=30.0, bytes_per_us=1.0, pack_threshold_bytes=1000, bucket_bytes=60)
+SLOW = link_costs(30.0, 1.0, pack_threshold_bytes=1000, bucket_bytes=60)
 
 
 @given(problems(with_budget=True, busy=True, costs=SLOW))
@@ -164,14 +165,14 @@ def test_a_parameter_that_is_larger_than_the_limit_is_refused_by_name():
 
 
 def test_free_communication_never_stalls_and_is_gathered_just_in_time():
-    costs = CostModel(latency_us=0.0, bytes_per_us=float("inf"), bucket_bytes=0)
+    costs = link_costs(0.0, float("inf"), bucket_bytes=0)
     schedule = plan(chain(5, costs=costs), replace(TIGHT, max_reuse_distance=0), check=verify)
     assert finish(schedule) == 10 * 50.0
     assert peak_elements(schedule) == 10
 
 
 def test_free_compute_takes_the_channels_time():
-    costs = CostModel(latency_us=1.0, bytes_per_us=40.0, bucket_bytes=0)
+    costs = link_costs(1.0, 40.0, bucket_bytes=0)
     schedule = plan(chain(5, duration_us=0.0, costs=costs), replace(TIGHT, max_reuse_distance=0), check=verify)
     # 4 + 1 gathers in forward; the backward's four follow without a pause, and the last reduction comes after the last.
     assert finish(schedule) == (5 + 4) * 2.0 + 2.0

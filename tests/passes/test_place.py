@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.passes.oracle import at_launches, byte_steps, finish, launches, waits
-from tests.strategies import chain, problems
+from tests.strategies import chain, link_costs, problems
 from zfx.ir import CostModel, Limits, Schedule
 from zfx.passes import stages
 from zfx.passes.place import launch_early, launch_late
@@ -18,7 +18,7 @@ from zfx.passes.reduce import bucket_reductions
 from zfx.passes.wait import wait_reductions
 from zfx.verify import violations
 
-DIRECT = CostModel(latency_us=3.0, bytes_per_us=4.0, pack_threshold_bytes=0, bucket_bytes=30)
+DIRECT = link_costs(3.0, 4.0, pack_threshold_bytes=0, bucket_bytes=30)
 
 
 def bucketed(problem) -> Schedule:
@@ -143,7 +143,7 @@ def test_the_backwards_gathers_start_after_the_turn():
 
 
 def test_a_transfer_as_long_as_two_steps_is_launched_two_steps_ahead():
-    costs = CostModel(latency_us=100.0, bytes_per_us=float("inf"), bucket_bytes=0)
+    costs = link_costs(100.0, float("inf"), bucket_bytes=0)
     limits = Limits(param_persistence_threshold=0)
     schedule = launch_late(launch_early(bucketed((chain(2, duration_us=100.0, repeat=3, costs=costs), limits))))
     assert launches(schedule) == [0, 2]  # p1 is first read at step 3; one step of 100 us hides it

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes.oracle import finish, simulate
-from tests.strategies import chain, problems
+from tests.strategies import chain, link_costs, problems
 from zfx.ir import CostModel, Limits, Program, Schedule
 from zfx.passes import plan, stages
 from zfx.passes.reduce import bucket_reductions
@@ -65,7 +65,7 @@ def test_at_most_two_reductions_are_in_flight(problem):
 
 def test_a_third_reduction_is_not_launched_before_the_first_is_waited_for():
     """Each takes ten steps: only the cap waits, where bucket k+2 is launched."""
-    program = chain(5, costs=CostModel(latency_us=500.0, bytes_per_us=float("inf"), bucket_bytes=0))
+    program = chain(5, costs=link_costs(500.0, float("inf"), bucket_bytes=0))
     reductions = read(plan(program, Limits(param_persistence_threshold=0), check=verify)).reductions
     assert [r.launch for r in reductions] == [7, 8, 9, 10, 11]
     assert [r.wait for r in reductions] == [9, 10, 11, 11, 11]
@@ -125,7 +125,7 @@ def test_a_budget_for_one_gradient_at_a_time_waits_at_once():
 
 def test_slow_reductions_overlap_with_the_steps_that_follow():
     """Each reduction takes 75 us and each step 50: waited for two points later."""
-    program = chain(4, costs=CostModel(latency_us=75.0, bytes_per_us=float("inf"), bucket_bytes=0))
+    program = chain(4, costs=link_costs(75.0, float("inf"), bucket_bytes=0))
     limits = Limits(param_persistence_threshold=0)
     reductions = read(plan(program, limits, check=verify)).reductions
     # Launched at 6, 7, 8, 9; the channel serves them one after another; the last is the end, and two at most fly.

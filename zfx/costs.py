@@ -1,0 +1,96 @@
+"""What compute and communication cost: plain data, the same on every rank, never measured while training.
+
+Costs steer when collectives are launched and how they are bucketed. They change no result and no limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+def _check(record: object, above: tuple[str, ...] = (), least: tuple[str, ...] = ()) -> None:
+    for name in above:
+        if not getattr(record, name) > 0:
+            raise ValueError(f"{type(record).__name__}.{name} must be above 0, got {getattr(record, name)!r}")
+    for name in least:
+        if not getattr(record, name) >= 0:
+            raise ValueError(f"{type(record).__name__}.{name} must not be negative, got {getattr(record, name)!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The time of one collective by the alpha-beta model: `latency_us + num_bytes / bytes_per_us`.
+
+    `num_bytes` is the whole gathered (or unreduced) size, at the world size that the link was made for: what that costs on
+    rings, trees and tiers is in the two numbers already.
+    """
+
+    latency_us: float = 100.0
+    bytes_per_us: float = 2_000.0
+
+    def __post_init__(self) -> None:
+        _check(self, above=("bytes_per_us",), least=("latency_us",))
+
+    def us(self, num_bytes: int) -> float:
+        return self.latency_us + num_bytes / self.bytes_per_us
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """The time of one kind of compute: `overhead_us` plus the larger of its flops and its bytes over their rates.
+
+    Attributes:
+        kind: e.g. "matmul", "attention", "elementwise"; see `zfx.passes.duration.kind_of`.
+    """
+
+    kind: str
+    overhead_us: float = 5.0
+    flops_per_us: float = 50_000.0
+    bytes_per_us: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        _check(self, above=("flops_per_us", "bytes_per_us"), least=("overhead_us",))
+
+    def us(self, num_flops: int, num_bytes: int) -> float:
+        return self.overhead_us + max(num_flops / self.flops_per_us, num_bytes / self.bytes_per_us)
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Costs of one kind of machine at one world size. The defaults are round numbers for one CPU core and loopback TCP.
+
+    Attributes:
+        gather, reduce: an all-gather of so many gathered bytes, a reduce-scatter of so many unreduced ones.
+        rates: compute by kind. A kind that is not listed takes the first one's.
+        launch_us: compute time that one collective takes from the rank that launches it, whether it overlaps or not (launching,
+            packing, unpacking). The planner books it where a gather is waited for and where a reduction is launched.
+        pack_threshold_bytes: parameters whose gathered size is below this travel packed in one buffer: copying them costs less
+            than a message of their own.
+        bucket_bytes: a bucket is closed once it holds this many bytes: latency is then a small part of its time.
+        nominal_tokens: how many rows a matrix product is taken to have where ranks may differ in their data, see
+            `Step.nominal_us`.
+        source: where the numbers come from, for people.
+    """
+
+    gather: Link = field(default_factory=Link)
+    reduce: Link = field(default_factory=Link)
+    rates: tuple[Rate, ...] = (Rate("elementwise"),)
+    launch_us: float = 0.0
+    pack_threshold_bytes: int = 65_536
+    bucket_bytes: int = 4_194_304
+    nominal_tokens: int = 2_048
+    source: str = "round numbers for one CPU core and loopback TCP"
+
+    def __post_init__(self) -> None:
+        _check(self, least=("launch_us", "pack_threshold_bytes", "bucket_bytes", "nominal_tokens"))
+        if not self.rates or len({rate.kind for rate in self.rates}) != len(self.rates):
+            raise ValueError("CostModel.rates must name at least one kind of compute, and none twice")
+
+    def gather_us(self, num_bytes: int) -> float:
+        return self.gather.us(num_bytes)
+
+    def reduce_us(self, num_bytes: int) -> float:
+        return self.reduce.us(num_bytes)
+
+    def compute_us(self, kind: str, num_flops: int, num_bytes: int) -> float:
+        return next((rate for rate in self.rates if rate.kind == kind), self.rates[0]).us(num_flops, num_bytes)
