@@ -172,7 +172,7 @@ def test_a_wrong_field_is_named(path: str, value: Any, message: str) -> None:
         ('"zfx.schedule"', '"format" must be'),
         ("{}", '"format" must be "zfx.schedule", got None'),
         ('{"format": "zfx.schedule"}', '"version" must be'),
-        ('{"format": "zfx.schedule", "version": 2}', "schedule lacks the fields ['buckets', 'instructions',"),
+        ('{"format": "zfx.schedule", "version": 2}', "schedule lacks the fields ['buckets', 'carried',"),
         ('{"format": "zfx.schedule", "format": "x"}', "a key stands twice"),
         ("[" * 100_000, "nested too deeply"),
         ('{"format":' + "[" * 900 + "]" * 900 + "}", '"format" must be'),
