@@ -16,6 +16,7 @@ from .channels import Channels
 from .ir import CostModel, Schedule
 from .limits import Limits
 from .ops import BLUEPRINTS
+from .passes import PIPELINE, Pass
 from .shard import Layout
 
 _ids = itertools.count()
@@ -28,6 +29,8 @@ class Blueprint:
         model_name: for messages.
         layouts: one a unique parameter, in the order of `unique_parameters`.
         channels: None where the model can only be planned.
+        passes: what plans, in order.
+        uniform: every rank runs the same shapes, see `Program.uniform`.
     """
 
     def __init__(
@@ -38,11 +41,14 @@ class Blueprint:
         limits: Limits,
         costs: CostModel,
         channels: Channels | None,
+        passes: Sequence[Pass] = PIPELINE,
+        uniform: bool = False,
     ) -> None:
         self.model_name, self.layouts = model_name, tuple(layouts)
         self.names = tuple(layout.name for layout in layouts)
         self.index = {name: i for i, name in enumerate(self.names)}
         self.world_size, self.limits, self.costs, self.channels = world_size, limits, costs, channels
+        self.passes, self.uniform = tuple(passes), uniform
         self.schedules: list[Schedule] = []
         self.read_in_backward: set[str] = set()  # parameters that the backward of some schedule reads
         self.graphs: list[dict[str, torch.fx.GraphModule]] = []
@@ -51,7 +57,8 @@ class Blueprint:
 
     def again(self) -> Blueprint:
         """The same for another model of the same shape: nothing captured yet."""
-        return Blueprint(self.model_name, self.layouts, self.world_size, self.limits, self.costs, self.channels)
+        how = (self.limits, self.costs, self.channels, self.passes, self.uniform)
+        return Blueprint(self.model_name, self.layouts, self.world_size, *how)
 
     def add(self, schedule: Schedule) -> int:
         """Keep a schedule and room for its graphs; its number."""

@@ -6,13 +6,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import fx
 
 from . import runtime
+from .agreement import digest_of
 from .bucket import Transfers
-from .ir import Bucket, Schedule
+from .ir import Bucket, Program, Schedule
 from .passes import plan
 from .passes.extract import extract
 from .passes.lower import Part, lower
@@ -48,7 +50,8 @@ def plan_graphs(
     """One verified schedule over a forward and, in training, its backward."""
     start = time.perf_counter()
     program = extract(forward, backward, blueprint.layouts, blueprint.world_size, blueprint.costs, num_outputs)
-    schedule = plan(program, blueprint.limits, check=verify)
+    program = replace(program, uniform=blueprint.uniform)
+    schedule = plan(program, blueprint.limits, check=verify, passes=blueprint.passes)
     log.info(
         "%s: planned %d steps, %d buckets, kept %d parameters, in %.2f s",
         blueprint.model_name,
@@ -99,9 +102,20 @@ def _run_plan(blueprint: Blueprint, part: Part) -> runtime.Plan:
     transfers = [_transfers(blueprint, b) if b else None for b in buckets]
     lines = [
         f"the {part.phase} of {blueprint.model_name} on {blueprint.world_size} ranks",
+        *([_promise(part.schedule.program)] if blueprint.uniform else []),
         *(_line(blueprint, b) for b in buckets if b),
     ]
     return runtime.Plan(transfers, blueprint.channels, lines)
+
+
+def _promise(program: Program) -> str:
+    """What follows from the shapes, for ranks that say they are the same. Told even where the plans happen to be equal: a broken
+    promise fails at once, not at the first batch that is odd enough."""
+    digest = digest_of([f"{step.duration_us!r} {step.other_bytes}" for step in program.steps])
+    return (
+        f"{len(program.steps)} steps of {sum(step.duration_us for step in program.steps):,.1f} us (digest {digest:x}), which "
+        "uniform=True says are the same on every rank: drop uniform=True where ranks may run different shapes"
+    )
 
 
 def _transfers(blueprint: Blueprint, bucket: Bucket) -> Transfers:
