@@ -30,16 +30,16 @@ def prefetch_at_most(schedule: Schedule, *, num_steps: int) -> Schedule:
         before          gather . . . . . .  wait
         num_steps = 2             gather .  wait
 
-    Guarantee: what was held at any moment is not exceeded, so limits that were respected still are: a gather that moves only
-    starts later to take memory. Launches keep their order, since they and the waits were in order before. Cost: linear, but for
-    a sort of what is nearly sorted.
+    Guarantee: at no moment is more held than before, so limits that were respected still are: a gather that moves only starts later
+    to take memory. Launches keep their order, since they and the waits were in order. At its new point a launch stands where the
+    pipeline puts launches: behind what frees memory, before the waits. Cost: linear, but for a sort of what is nearly sorted.
     """
     waits = {i.bucket: i.point for i in schedule.instructions if i.kind == "wait"}
 
     def capped(i: Instruction) -> Instruction:
         return replace(i, point=max(i.point, waits[i.bucket] - num_steps)) if i.kind == "all_gather" else i
 
-    moved = sorted(map(capped, schedule.instructions), key=lambda i: i.point)  # stable: at one point the order stays
+    moved = sorted(map(capped, schedule.instructions), key=lambda i: (i.point, i.kind in ("all_gather", "wait")))  # stable
     return replace(schedule, instructions=tuple(moved))
 
 
