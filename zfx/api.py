@@ -20,6 +20,7 @@ from .agreement import digest_of
 from .blueprint import Blueprint
 from .channels import channels_for
 from .engine import MARK, Engine, Slot
+from .free_memory import with_free_memory
 from .handle import Handle
 from .ir import CostModel
 from .leaf import make_leaves
@@ -84,15 +85,21 @@ def compile(
     _check_planning(passes, uniform)
     mesh, world_size = _find_ranks(world_size, mesh)
     _check_model(model)
+    limits = limits or Limits()
     if mesh is not None:
         _check_real(model)
+    elif limits.follows_free_memory:
+        raise ValueError("memory_budget='auto' follows the free memory of running ranks: without a process group, give bytes")
     entries = unique_parameters(model)
     layouts = [layout_of(owners[0].name, param, world_size) for param, owners in entries]
+    trained = [param.requires_grad for param, _ in entries]
     slots = [Slot.of(owners) for _, owners in entries]
     channels = None if mesh is None else channels_for(mesh, timeout)
     if channels is not None:
-        lines = [f"zfx.compile of {type(model).__name__}", *(_fingerprint(owners[0].name, param) for param, owners in entries)]
+        lines = [f"zfx.compile of {type(model).__name__} with memory_budget={limits.memory_budget}"]
+        lines += [_fingerprint(owners[0].name, param) for param, owners in entries]
         channels.agreement.begin(digest_of(lines), lines)
+    del entries  # the whole parameters, which are given up one after another now
     make_leaves(model, leaf_modules)
     if mesh is not None:
         device = _device(mesh)
@@ -101,10 +108,13 @@ def compile(
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device and buffer.device.type != "meta":
                     module._buffers[name] = buffer.to(device)
+        if channels is not None and limits.follows_free_memory:
+            num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+            limits = with_free_memory(limits, list(zip(layouts, trained)), device, num_local_ranks, channels.agreement)
     base = type(model)
-    settings = Settings(limits or Limits(), costs or CostModel(), tuple(passes), uniform, accumulate)
+    settings = Settings(limits, costs or CostModel(), tuple(passes), uniform, accumulate)
     blueprint = Blueprint(base.__name__, layouts, world_size, settings, channels)
-    for _, owners in entries:
+    for _, owners in unique_parameters(model):
         for owner in owners:
             owner.module.__dict__[MARK] = blueprint.id
     engine = Engine(
