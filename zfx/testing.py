@@ -70,11 +70,6 @@ def programs(
         costs: these costs. Default: any of `costs()`.
         windows: which places among micro-batches to draw from, for programs with a backward; others are "only".
         uniform: what `Program.uniform` is; None: either.
-
-    Example:
-        >>> from hypothesis import find
-        >>> find(programs(), lambda program: program.turn is not None).steps
-        (Step(name='turn', phase='turn', op='op', reads=(), completes=(), other_bytes=0, duration_us=0.0, nominal_us=0.0),)
     """
     least = 2 if busy else 0
     size_of = st.integers(1, 12) if busy else _SMALL
