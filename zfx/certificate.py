@@ -29,20 +29,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import accumulate
+from typing import Protocol
 
-from .costs import Link
+from .costs import CostModel, Link
 from .ir import Program, Schedule
 from .limits import Limits
 from .simulate import simulate
 from .verify import reuse_distances
 
 _ROUNDING = 1e-9
+_MOST_BITS = 2**20  # of subset sums, times different sizes: above that it takes too long, and matters little
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +101,10 @@ def certify(schedule: Schedule) -> Certificate:
         (1.0, 'first gather + compute + last reduction', 40)
     """
     simulation = simulate(schedule)
-    measures = _measures(schedule.program, schedule.limits)
-    volume = _volume(schedule, measures)
-    times = _times(schedule, measures, volume)
+    moments = _moments(schedule.program, schedule.limits)
+    measures = _measures(schedule.program, schedule.limits, moments)
+    volume = _volume(schedule, moments, measures)
+    times = _times(schedule, moments, measures, volume)
     time_us, time_bound_us = simulation.finish_us, max(times.values())
     if math.isclose(time_us, time_bound_us, rel_tol=_ROUNDING):
         time_bound_us = time_us
@@ -123,56 +126,60 @@ def _ratio(achieved: float, bound: float) -> float:
     return 1.0 if achieved == bound else achieved / bound if bound else math.inf
 
 
-# ------------------------------------------------------------------------------------------------------ what the limits leave
+# ------------------------------------------------------------------------------------------------------- what must be held
 
 
 @dataclass(frozen=True, slots=True)
-class _Measure:
-    """One hard limit.
+class _Moment:
+    """A step, or a reduction that must be over before the next step, since its gradient would not fit beside that.
 
     Attributes:
-        name: its field in `Limits`.
-        size: what each parameter takes of it.
-        spare: by step, what the limit leaves beside all that must be there while the step runs.
-        bytes_of_one: the fewest bytes of parameters that one unit of size can stand for.
+        reads: the parameters that are read.
+        held_bytes: what every schedule holds meanwhile, parameters apart.
+        duration_us: the least that it takes.
+        step: the index of the step; None for a reduction.
     """
 
-    name: str
-    size: dict[str, int]
-    spare: list[int]
-    bytes_of_one: Fraction
+    reads: frozenset[str]
+    held_bytes: int
+    duration_us: float
+    step: int | None = None
 
 
-def _measures(program: Program, limits: Limits) -> list[_Measure]:
-    num_bytes = {p.name: p.num_bytes for p in program.parameters}
-    size = {p.name: p.num_elements for p in program.parameters}
-    spare = [limits.max_live_parameters - need for need in _needs(program, size)]
-    least = min((Fraction(num_bytes[name], n) for name, n in size.items() if n), default=Fraction(0))
-    measures = [_Measure("max_live_parameters", size, spare, least)]
-    if limits.memory_budget is not None:
-        spare = [limits.memory_budget - held for held in _held(program)]
-        measures.append(_Measure("memory_budget", num_bytes, spare, Fraction(1)))
-    return measures
-
-
-def _needs(program: Program, size: dict[str, int]) -> list[int]:
-    """By step, the size of what it reads and of what has escaped: gathered in every schedule."""
-    escapes, not_yet, escaped, needs = set(program.escapes), set(program.escapes), 0, []
-    for step in program.steps:
-        names = set(step.reads)
-        escaped += sum(size[name] for name in names & not_yet)
-        not_yet -= names
-        needs.append(escaped + sum(size[name] for name in names - escapes))
-    return needs
-
-
-def _held(program: Program) -> list[int]:
-    """By step, bytes that every schedule holds while it runs."""
-    needs = _needs(program, {p.name: p.num_bytes for p in program.parameters})
+def _steps(program: Program) -> list[_Moment]:
+    completing = [0] * (len(program.steps) + 1)
+    size = _sizes(program, "grad_bytes")
+    for name, (first, last) in _completions(program).items():
+        completing[first] += size[name]
+        completing[last + 1] -= size[name]
     return [
-        program.static_bytes + step.other_bytes + need + gradients
-        for step, need, gradients in zip(program.steps, needs, _completing_bytes(program))
+        _Moment(frozenset(step.reads), program.static_bytes + step.other_bytes + num_bytes, step.duration_us, t)
+        for t, (step, num_bytes) in enumerate(zip(program.steps, accumulate(completing)))
     ]
+
+
+def _moments(program: Program, limits: Limits) -> list[_Moment]:
+    """The steps, and the reductions between them that `memory_budget` forces."""
+    steps, budget = _steps(program), limits.memory_budget
+    if budget is None:
+        return steps
+    size, costs = _sizes(program, "grad_bytes"), program.costs
+    completed: dict[int, list[int]] = defaultdict(list)
+    for name, (_, last) in _completions(program).items():
+        completed[last + 1].append(size[name])
+    moments = []
+    for step, need in zip(steps, _needs(program, steps, _sizes(program, "num_bytes"))):
+        gradients = [num_bytes for num_bytes in completed[step.step or 0] if num_bytes]
+        if sum(gradients) > budget - step.held_bytes - need:
+            first = min(gradients)  # it is held twice while it is reduced, and so are the others, once
+            held_bytes = program.static_bytes + program.steps[step.step or 0].other_bytes + sum(gradients) + first
+            moments.append(_Moment(frozenset(), held_bytes, costs.launch_us + costs.reduce_us(first)))
+        moments.append(step)
+    return moments
+
+
+def _sizes(program: Program, unit: str) -> dict[str, int]:
+    return {p.name: getattr(p, unit) for p in program.parameters}
 
 
 def _completions(program: Program) -> dict[str, tuple[int, int]]:
@@ -183,38 +190,104 @@ def _completions(program: Program) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _completing_bytes(program: Program) -> list[int]:
-    change, size = [0] * (len(program.steps) + 1), {p.name: p.grad_bytes for p in program.parameters}
-    for name, (first, last) in _completions(program).items():
-        change[first] += size[name]
-        change[last + 1] -= size[name]
-    return list(accumulate(change))[:-1]
-
-
-def _in_units(room: int, sizes: Iterable[int]) -> int:
-    """The most of `room` that sums of these sizes can fill: a multiple of their greatest common divisor."""
-    unit = math.gcd(*sizes)
-    return room // unit * unit if unit else 0
+def _needs(program: Program, moments: list[_Moment], size: dict[str, int]) -> list[int]:
+    """By moment, the size of what it reads and of what has escaped: gathered in every schedule."""
+    escapes, not_yet, escaped, needs = set(program.escapes), set(program.escapes), 0, []
+    for moment in moments:
+        escaped += sum(size[name] for name in moment.reads & not_yet)
+        not_yet -= moment.reads
+        needs.append(escaped + sum(size[name] for name in moment.reads - escapes))
+    return needs
 
 
 def _peaks(program: Program) -> Iterator[tuple[int, str]]:
-    """What must be held at some moment, and which: while a step runs, or twice over while a gradient is reduced."""
+    """What must be held at some time, and when: while a step runs, or while a gradient is reduced and held twice."""
     yield program.static_bytes, "shards"
-    for held, step in zip(_held(program), program.steps):
-        yield held, f"step {step.name}"
-    size = {p.name: p.grad_bytes for p in program.parameters}
-    others = [step.other_bytes for step in program.steps] + [0]
-    least_from = list(accumulate(reversed(others), min))[::-1]
+    steps = _steps(program)
+    for step, moment, need in zip(program.steps, steps, _needs(program, steps, _sizes(program, "num_bytes"))):
+        yield moment.held_bytes + need, f"step {step.name}"
+    size = _sizes(program, "grad_bytes")
+    least_from = list(accumulate([0, *(step.other_bytes for step in reversed(program.steps))], min))[::-1]
     for name, (_, last) in _completions(program).items():
         yield program.static_bytes + 2 * size[name] + least_from[last + 1], f"reduction of {name}"
 
 
-# ------------------------------------------------------------------------------------------------------------------ the volume
+# -------------------------------------------------------------------------------------------------- what the limits leave
+
+
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """One hard limit.
+
+    Attributes:
+        name: its field in `Limits`.
+        size: what each parameter takes of it.
+        spare: by moment, what it leaves beside all that must be held.
+        room: by moment, the most of `spare` that other parameters than those it reads can fill.
+        bytes_of_one: the fewest bytes of parameters that one unit of size can stand for.
+    """
+
+    name: str
+    size: dict[str, int]
+    spare: list[int]
+    room: list[int]
+    bytes_of_one: Fraction
+
+
+def _measures(program: Program, limits: Limits, moments: list[_Moment]) -> list[_Measure]:
+    elements, num_bytes = _sizes(program, "num_elements"), _sizes(program, "num_bytes")
+    least = min((Fraction(num_bytes[name], n) for name, n in elements.items() if n), default=Fraction(0))
+    left = [limits.max_live_parameters] * len(moments)
+    rows = [("max_live_parameters", elements, left, least)]
+    if limits.memory_budget is not None:
+        rows.append(("memory_budget", num_bytes, [limits.memory_budget - m.held_bytes for m in moments], Fraction(1)))
+    measures = []
+    for name, size, left, least in rows:
+        spare = [room - need for room, need in zip(left, _needs(program, moments, size))]
+        totals = _Totals(size, max(spare, default=0))
+        room = [totals.up_to(space, moment.reads) for space, moment in zip(spare, moments)]
+        measures.append(_Measure(name, size, spare, room, least))
+    return measures
+
+
+class _Totals:
+    """The totals that some of the sizes have: subset sums, as the bits of a number. Where that is too much, multiples of the gcd."""
+
+    def __init__(self, size: dict[str, int], most: int) -> None:
+        self._size = size
+        self._unit = math.gcd(*size.values()) or 1
+        self._counts = Counter(filter(None, size.values()))
+        self._most = max(0, min(most, sum(size.values())) // self._unit)
+        self._exact = self._most * len(self._counts) <= _MOST_BITS
+        self._sums: dict[tuple[int, ...], int] = {}
+
+    def up_to(self, room: int, without: Iterable[str] = ()) -> int:
+        """The largest that is at most `room`, of the sizes of other names than those."""
+        units = max(0, min(room // self._unit, self._most))
+        if not self._exact:
+            return units * self._unit
+        sums = self._sums_of(tuple(sorted(self._size[name] for name in without)))
+        return ((sums & ((2 << units) - 1)).bit_length() - 1) * self._unit
+
+    def _sums_of(self, without: tuple[int, ...]) -> int:
+        if without not in self._sums:
+            sums, mask = 1, (2 << self._most) - 1
+            for size, count in (self._counts - Counter(without)).items():
+                power = 1
+                while count > 0 and min(power, count) * size // self._unit <= self._most:
+                    sums |= (sums << (min(power, count) * size // self._unit)) & mask
+                    count -= power
+                    power *= 2
+            self._sums[without] = sums
+        return self._sums[without]
+
+
+# ------------------------------------------------------------------------------------------------------------- the volume
 
 
 @dataclass(frozen=True, slots=True)
 class _Volume:
-    """By step: the bytes that must have been gathered before it runs, and in how many collectives at the least."""
+    """By moment: the bytes that must have been gathered before it, and in how many collectives at the least."""
 
     num_bytes: list[float]
     num_buckets: list[int]
@@ -224,25 +297,26 @@ class _Volume:
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """A parameter is read at `stop`, and not between `start` and there; at -1 it may have been carried in."""
+    """A parameter is read at step `stop`, and not between `start` and there; at -1 it may have been carried in."""
 
-    name: str
     start: int
     stop: int
+    name: str
 
 
-def _volume(schedule: Schedule, measures: list[_Measure]) -> _Volume:
+def _volume(schedule: Schedule, moments: list[_Moment], measures: list[_Measure]) -> _Volume:
     program, limits = schedule.program, schedule.limits
-    num_steps, num_bytes = len(program.steps), {p.name: p.num_bytes for p in program.parameters}
-    shares = _gather_shares(program, limits)
+    num_bytes, shares = _sizes(program, "num_bytes"), _gather_shares(program, limits)
     share_of_byte = _share_of_byte(program, shares)
+    at = {moment.step: m for m, moment in enumerate(moments)}
     firsts, wide, gaps = _gathers(schedule)
-    sure_bytes, sure_shares, sure_gathers = [0] * num_steps, [0.0] * num_steps, [0] * num_steps
-    for name, t in (*firsts, *wide):
-        sure_bytes[t] += num_bytes[name]
-        sure_shares[t] += shares[name]
-        sure_gathers[t] += 1
-    again = [(_given_up(num_steps, gaps, m), m) for m in measures]
+    sure_bytes, sure_shares, sure_gathers = [0] * len(moments), [0.0] * len(moments), [0] * len(moments)
+    for gap in (*firsts, *wide):
+        sure_bytes[at[gap.stop]] += num_bytes[gap.name]
+        sure_shares[at[gap.stop]] += shares[gap.name]
+        sure_gathers[at[gap.stop]] += 1
+    places = [(at.get(gap.start, -1), at[gap.stop], gap.name) for gap in gaps]
+    again = [(_given_up(places, measure), measure) for measure in measures]
     forced = [max(row) for row in zip(*([size * float(m.bytes_of_one) for size in sizes] for sizes, m in again))]
     sums = zip(accumulate(sure_bytes), accumulate(sure_shares), accumulate(sure_gathers), forced)
     rows = [(b + f, max(_at_least(s + f * share_of_byte), int(n > 0 or f > 0))) for b, s, n, f in sums]
@@ -253,56 +327,52 @@ def _volume(schedule: Schedule, measures: list[_Measure]) -> _Volume:
     )
 
 
-def _gathers(schedule: Schedule) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[_Gap]]:
-    """First reads; reads after gaps over which `max_reuse_distance` lets nothing stay; the other gaps. What escapes has none."""
+def _gathers(schedule: Schedule) -> tuple[list[_Gap], list[_Gap], list[_Gap]]:
+    """First reads; gaps over which `max_reuse_distance` lets nothing stay; the other gaps. What escapes has none."""
     program, limits = schedule.program, schedule.limits
     carried_in, escapes = program.window in ("middle", "last"), set(program.escapes)
     firsts, gaps = [], []
     latest: dict[str, int] = {}
     for t, step in enumerate(program.steps):
         for name in dict.fromkeys(step.reads):
-            if name in latest or carried_in:
-                if name not in latest or name not in escapes:
-                    gaps.append(_Gap(name, latest.get(name, -1), t))
-            else:
-                firsts.append((name, t))
+            gap = _Gap(latest.get(name, -1), t, name)
+            if name not in latest:
+                (gaps if carried_in else firsts).append(gap)
+            elif name not in escapes:
+                gaps.append(gap)
             latest[name] = t
-    wide: list[_Gap] = []
+    wide: set[_Gap] = set()
     if limits.max_reuse_distance < 2 * sum(p.num_elements for p in program.parameters):
         small = {p.name for p in program.parameters if p.numel <= limits.param_persistence_threshold}
-        inner = sorted((g for g in gaps if g.start >= 0 and g.name not in small), key=lambda g: (g.start, g.stop, g.name))
-        distances = reuse_distances(schedule, [(g.start, g.stop, g.name) for g in inner])
-        wide = [gap for gap, distance in zip(inner, distances) if distance > limits.max_reuse_distance]
-    return firsts, [(gap.name, gap.stop) for gap in wide], sorted(set(gaps) - set(wide), key=lambda g: (g.start, g.stop, g.name))
+        spans = sorted((gap.start, gap.stop, gap.name) for gap in gaps if gap.start >= 0 and gap.name not in small)
+        wide = {_Gap(*span) for span, far in zip(spans, reuse_distances(schedule, spans)) if far > limits.max_reuse_distance}
+    return firsts, [gap for gap in gaps if gap in wide], [gap for gap in gaps if gap not in wide]
 
 
-def _given_up(num_steps: int, gaps: Iterable[_Gap], measure: _Measure) -> list[int]:
-    """By step, the least size that is lost over gaps which end by then, if what is needed last is given up first."""
-    opening: dict[int, list[_Gap]] = defaultdict(list)
-    for gap in gaps:
-        if gap.start + 1 < gap.stop:
-            opening[gap.start + 1].append(gap)
-    open_sizes: dict[int, int] = defaultdict(int)  # by the step where the gaps end
+def _given_up(gaps: list[tuple[int, int, str]], measure: _Measure) -> list[int]:
+    """By moment, the least size that is lost over gaps which end by then, if what is needed last is given up first."""
+    opening: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for start, stop, name in gaps:
+        if start + 1 < stop:
+            opening[start + 1].append((stop, measure.size[name]))
+    kept: dict[int, int] = defaultdict(int)  # by the moment where the gaps end
     needed_last: list[int] = []
-    lost, held = [0] * num_steps, 0
-    sizes = set(measure.size.values())
-    for t in range(num_steps):
-        held -= open_sizes.pop(t, 0)
-        for gap in opening[t]:
-            if gap.stop not in open_sizes:
-                heappush(needed_last, -gap.stop)
-            open_sizes[gap.stop] += measure.size[gap.name]
-            held += measure.size[gap.name]
-        excess = held - _in_units(measure.spare[t], sizes)
-        while excess > 0 and open_sizes:
+    lost, held = [0] * len(measure.room), 0
+    for m, room in enumerate(measure.room):
+        held -= kept.pop(m, 0)
+        for stop, size in opening[m]:
+            if stop not in kept:
+                heappush(needed_last, -stop)
+            kept[stop] += size
+            held += size
+        while held > room and kept:
             stop = -needed_last[0]
-            amount = min(open_sizes[stop], excess)
+            amount = min(kept[stop], held - room)
+            kept[stop] -= amount
             lost[stop] += amount
             held -= amount
-            excess -= amount
-            open_sizes[stop] -= amount
-            if not open_sizes[stop]:
-                del open_sizes[stop]
+            if not kept[stop]:
+                del kept[stop]
                 heappop(needed_last)
     return list(accumulate(lost))
 
@@ -324,23 +394,24 @@ def _at_least(num_buckets: float) -> int:
     return math.ceil(num_buckets - _ROUNDING)
 
 
-# -------------------------------------------------------------------------------------------------------------------- the time
+# --------------------------------------------------------------------------------------------------------------- the time
 
 
-def _times(schedule: Schedule, measures: list[_Measure], volume: _Volume) -> dict[str, float]:
+def _times(schedule: Schedule, moments: list[_Moment], measures: list[_Measure], volume: _Volume) -> dict[str, float]:
     """Every bound on the time, by name; the plainest first, since that is what is named where several bind."""
-    program, costs = schedule.program, schedule.program.costs
-    rest = _Rest(schedule)
+    costs, rest = schedule.program.costs, _Rest(schedule, moments)
     num_gathers = max(volume.num_buckets, default=0)
+    steps = [moment for moment in moments if moment.step is not None]
     compute_us = 0.0
-    for step in program.steps:
+    for step in steps:
         compute_us += step.duration_us
     return {
         "compute": compute_us + costs.launch_us * (num_gathers + rest.num_buckets[0]),
         "gather channel": _busy_us(costs.gather, num_gathers, max(volume.num_bytes, default=0.0)),
         "reduce channel": rest.us(0),
-        "first gather + compute + last reduction": _in_a_row(program, volume, rest),
-        "critical path": _critical_path(schedule, measures, volume, rest),
+        "first gather + compute + last reduction": _in_a_row(moments, volume, rest, costs),
+        "critical path": _longest_path(moments, [], volume, rest, costs),
+        "critical path under the limits": _longest_path(moments, _detours(schedule, moments, measures, rest), volume, rest, costs),
     }
 
 
@@ -349,80 +420,129 @@ def _busy_us(link: Link, num_buckets: int, num_bytes: float) -> float:
 
 
 class _Rest:
-    """By step, what is still to be reduced once it is over: the gradients that complete there or later."""
+    """By moment, what is still to be reduced once it is over: the gradients that complete there or later."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, moments: list[_Moment]) -> None:
         program = schedule.program
-        self._link, num_steps = program.costs.reduce, len(program.steps)
-        size = {p.name: p.grad_bytes for p in program.parameters}
-        shares = _shares(program, schedule.limits.reduce_bucket_size)
-        num_bytes, filled, count = [0] * (num_steps + 1), [0.0] * (num_steps + 1), [0] * (num_steps + 1)
+        self._link = program.costs.reduce
+        at = {moment.step: m for m, moment in enumerate(moments)}
+        size, shares = _sizes(program, "grad_bytes"), _shares(program, schedule.limits.reduce_bucket_size)
+        num_bytes, filled, count = ([0] * (len(moments) + 1) for _ in range(3))
         for name, (_, last) in _completions(program).items():
-            num_bytes[last] += size[name]
-            filled[last] += shares[name]
-            count[last] += 1
-        sums = [list(accumulate(reversed(row)))[::-1] for row in (num_bytes, filled, count)]
-        self.num_bytes = sums[0]
-        self.num_buckets = [max(_at_least(share), int(number > 0)) for share, number in zip(*sums[1:])]
+            num_bytes[at[last]] += size[name]
+            filled[at[last]] += shares[name]
+            count[at[last]] += 1
+        num_bytes, filled, count = (list(accumulate(reversed(row)))[::-1] for row in (num_bytes, filled, count))
+        self.num_bytes = num_bytes
+        self.num_buckets = [max(_at_least(share), int(number > 0)) for share, number in zip(filled, count)]
 
-    def us(self, step: int) -> float:
-        return _busy_us(self._link, self.num_buckets[step], self.num_bytes[step])
+    def us(self, moment: int) -> float:
+        return _busy_us(self._link, self.num_buckets[moment], self.num_bytes[moment])
 
 
-def _in_a_row(program: Program, volume: _Volume, rest: _Rest) -> float:
+def _in_a_row(moments: list[_Moment], volume: _Volume, rest: _Rest, costs: CostModel) -> float:
     """What the first read needs is gathered, the steps from there to the last completion run, what is left is reduced."""
-    costs = program.costs
-    first = next((t for t, number in enumerate(volume.num_buckets) if number), None)
-    last = max((t for _, t in _completions(program).values()), default=None)
-    now = 0.0
-    finish = 0.0
-    for t, step in enumerate(program.steps):
-        if t == first:
-            now = max(now, _busy_us(costs.gather, volume.num_buckets[t], volume.num_bytes[t]) + costs.launch_us)
-        now += step.duration_us
-        if t == last:
-            finish = now + costs.launch_us + rest.us(t)
-    return max(now, finish)
-
-
-def _critical_path(schedule: Schedule, measures: list[_Measure], volume: _Volume, rest: _Rest) -> float:
-    """The longest path to the finish, over all pairs of steps between which a limit forces something to be gathered or reduced."""
-    costs = schedule.program.costs
-    paths: list[_Refill | _Drain] = [_Refill(schedule, m) for m in measures]
-    paths += [_Drain(schedule, m, rest) for m in measures if m.name == "memory_budget"]
     now = finish = 0.0
-    for t, step in enumerate(schedule.program.steps):
-        if volume.num_buckets[t]:
-            now = max(now, _busy_us(costs.gather, volume.num_buckets[t], volume.num_bytes[t]) + costs.launch_us)
-        now = max(now, *(path.ready_us(t) for path in paths)) + step.duration_us
-        for path in paths:
-            path.leave(t, now)
-        if rest.num_buckets[t]:
-            finish = max(finish, now + costs.launch_us + rest.us(t))
+    for m, moment in enumerate(moments):
+        if volume.num_buckets[m] and not (m and volume.num_buckets[m - 1]):
+            now = max(now, _busy_us(costs.gather, volume.num_buckets[m], volume.num_bytes[m]) + costs.launch_us)
+        now += moment.duration_us
+        if rest.num_buckets[m] and not rest.num_buckets[m + 1]:
+            finish = now + costs.launch_us + rest.us(m)
     return max(now, finish)
+
+
+def _longest_path(
+    moments: list[_Moment], detours: list[_Detour], volume: _Volume, rest: _Rest, costs: CostModel
+) -> float:
+    """The longest path to the finish: along compute, from the start through all gathers that a moment needs, from a moment through
+    all reductions that are left then, and along detours."""
+    now = finish = 0.0
+    for m, moment in enumerate(moments):
+        if volume.num_buckets[m]:
+            now = max(now, _busy_us(costs.gather, volume.num_buckets[m], volume.num_bytes[m]) + costs.launch_us)
+        now = max([now, *(detour.ready_us(m) for detour in detours)]) + moment.duration_us
+        for detour in detours:
+            detour.leave(m, now)
+        if rest.num_buckets[m]:
+            finish = max(finish, now + costs.launch_us + rest.us(m))
+    return max(now, finish)
+
+
+def _detours(schedule: Schedule, moments: list[_Moment], measures: list[_Measure], rest: _Rest) -> list[_Detour]:
+    """Gathers by parameter, from the start, from the forward's last step and from the turn; reductions where bytes are limited."""
+    turn = schedule.program.turn
+    landmarks = [m for m, moment in enumerate(moments) if moment.step in (0, turn, turn - 1 if turn else 0)]
+    detours: list[_Detour] = [_Return(schedule, moments, measure) for measure in measures]
+    detours += [_Refill(schedule, moments, measure, since) for measure in measures for since in landmarks]
+    if schedule.limits.memory_budget is not None:
+        detours.append(_Drain(schedule, moments, measures[-1], rest))
+    return detours
+
+
+class _Detour(Protocol):
+    """Paths from the end of an earlier moment through a channel to a later one, along the row of moments."""
+
+    def ready_us(self, t: int) -> float:
+        """When t can start, at the least. Called for each moment in turn."""
+
+    def leave(self, s: int, now: float) -> None:
+        """s is over, at the least at this time."""
+
+
+class _Return:
+    """Paths from the last moment s beside which a parameter does not fit to the next step t that reads it: it is gathered in between.
+
+    Kept for that: the moments to the right of which all have more to spare.
+    """
+
+    def __init__(self, schedule: Schedule, moments: list[_Moment], measure: _Measure) -> None:
+        self._costs, self._moments, self._measure = schedule.program.costs, moments, measure
+        self._num_bytes = _sizes(schedule.program, "num_bytes")
+        self._escapes = set(schedule.program.escapes)
+        self._read_at: dict[str, int] = {}
+        self._spare: list[int] = []
+        self._moment: list[int] = []
+        self._end_us: list[float] = []
+
+    def ready_us(self, t: int) -> float:
+        launched_after: dict[int, int] = defaultdict(int)
+        for name in self._moments[t].reads:
+            read_at = self._read_at.get(name, -1)
+            place = bisect_left(self._spare, self._measure.size[name]) - 1
+            if place >= 0 and self._moment[place] > read_at and not (read_at >= 0 and name in self._escapes):
+                launched_after[place] += self._num_bytes[name]
+            self._read_at[name] = t
+        ready, num_bytes = -math.inf, 0
+        for place in sorted(launched_after, reverse=True):
+            num_bytes += launched_after[place]
+            ready = max(ready, self._end_us[place] + self._costs.gather_us(num_bytes) + self._costs.launch_us)
+        return ready
+
+    def leave(self, s: int, now: float) -> None:
+        spare = self._measure.spare[s]
+        while self._spare and self._spare[-1] >= spare:
+            self._spare.pop(), self._moment.pop(), self._end_us.pop()
+        self._spare.append(spare), self._moment.append(s), self._end_us.append(now)
 
 
 class _Refill:
-    """Paths from the end of a step s through the gather channel to the start of a step t, both in one phase.
+    """Paths from the end of a moment s through the gather channel to a moment t, both at the moment `since` or later.
 
-    `P(t)`: the size of all that the phase reads up to step t, each parameter once. Beside what s reads itself there is room for
-    `spare(s)`, so `P(t) - P(s) - spare(s)` is launched after s, in one collective or more, and over before t. Since only the
-    difference of `P(t)` and `Q(s) = P(s) + spare(s)` counts, one s is the best for all t, among those with `Q(s) < P(t)`.
+    `P(t)`: the size of all that is read from `since` to t, each parameter once. Beside what s reads itself there is room for
+    `room(s)`, so `P(t) - P(s) - room(s)` is launched after s, in one collective or more, and over before t. Since only the
+    difference of `P(t)` and `Q(s) = P(s) + room(s)` counts, one s is the best for all t, among those with `Q(s) < P(t)`.
     """
 
-    def __init__(self, schedule: Schedule, measure: _Measure) -> None:
+    def __init__(self, schedule: Schedule, moments: list[_Moment], measure: _Measure, since: int) -> None:
         program, costs = schedule.program, schedule.program.costs
-        self._turn, self._latency_us, self._launch_us = program.turn, costs.gather.latency_us, costs.launch_us
-        sizes = set(measure.size.values())
-        self._room = [_in_units(spare, sizes) for spare in measure.spare]
-        self._new = _new_in_phase(program, measure.size)
-        share = _share_of_byte(program, _gather_shares(program, schedule.limits))
+        self._since, self._room = since, measure.room
+        self._latency_us, self._launch_us = costs.gather.latency_us, costs.launch_us
         one = float(measure.bytes_of_one)
+        share = _share_of_byte(program, _gather_shares(program, schedule.limits))
         self._us_in_one = one / costs.gather.bytes_per_us
         self._us_in_many = self._us_in_one + one * share * self._latency_us
-        self._start_phase()
-
-    def _start_phase(self) -> None:
+        self._new = _first_read_since(moments, set(program.escapes), measure.size, since)
         self._read = 0
         self._later: list[tuple[int, float]] = []
         self._in_one = self._in_many = -math.inf
@@ -436,48 +556,47 @@ class _Refill:
         in_one = self._in_one + self._read * self._us_in_one + self._latency_us
         return max(in_one, self._in_many + self._read * self._us_in_many) + self._launch_us
 
-    def leave(self, t: int, now: float) -> None:
-        if t == self._turn:
-            self._start_phase()
-        heappush(self._later, (self._read + self._room[t], now))
+    def leave(self, s: int, now: float) -> None:
+        if s >= self._since:
+            heappush(self._later, (self._read + self._room[s], now))
 
 
-def _new_in_phase(program: Program, size: dict[str, int]) -> list[int]:
-    """By step, the size of what its phase reads for the first time; what escapes only once. The turn starts the backward, too."""
+def _first_read_since(moments: list[_Moment], escapes: set[str], size: dict[str, int], since: int) -> list[int]:
+    """By moment after `since`, the size of what is read there and was not read from `since` on; what escapes, not ever before."""
     seen: set[str] = set()
-    escapes, new = set(program.escapes), []
-    for step in program.steps:
-        new.append(sum(size[name] for name in set(step.reads) - seen))
-        seen |= set(step.reads)
-        if step.phase == "turn":
-            seen = (seen & escapes) | set(step.reads)
+    new = []
+    for m, moment in enumerate(moments):
+        new.append(sum(size[name] for name in moment.reads - seen) if m > since else 0)
+        seen |= moment.reads if m >= since else moment.reads & escapes
     return new
 
 
 class _Drain:
-    """Paths from the end of a step s through the reduce channel to the start of a step t: the mirror image of `_Refill`.
+    """Paths from the end of a step s through the reduce channel to a step t: the mirror image of `_Refill`.
 
-    What completes from s to t - 1 and does not fit in `spare(t)` has been launched after s and is over before t.
+    Of what completes from s on and before t, all that does not fit beside t has been launched after s and is over before t.
     """
 
-    def __init__(self, schedule: Schedule, measure: _Measure, rest: _Rest) -> None:
-        program, costs = schedule.program, schedule.program.costs
-        self._latency_us, self._launch_us = costs.reduce.latency_us, costs.launch_us
+    def __init__(self, schedule: Schedule, moments: list[_Moment], measure: _Measure, rest: _Rest) -> None:
+        costs = schedule.program.costs
+        self._moments, self._latency_us, self._launch_us = moments, costs.reduce.latency_us, costs.launch_us
         self._us_of_byte = 1 / costs.reduce.bytes_per_us
-        sizes = {p.grad_bytes for p in program.parameters}
-        self._room = [_in_units(spare, sizes) for spare in measure.spare]
-        self._completed = [rest.num_bytes[0] - left for left in rest.num_bytes]  # before each step
+        totals = _Totals(_sizes(schedule.program, "grad_bytes"), max(measure.spare, default=0))
+        self._room = [totals.up_to(spare) for spare in measure.spare]
+        self._completed = [rest.num_bytes[0] - left for left in rest.num_bytes]  # before each moment
         self._best: list[float] = []
 
     def ready_us(self, t: int) -> float:
+        if self._moments[t].step is None:  # it holds what has just completed, which is no more than complete here
+            return -math.inf
         too_much = self._completed[t] - self._room[t]
         number = bisect_left(self._completed, too_much, hi=t)
         if not number:
             return -math.inf
         return self._best[number - 1] + too_much * self._us_of_byte + self._latency_us + self._launch_us
 
-    def leave(self, t: int, now: float) -> None:
-        best = now - self._completed[t] * self._us_of_byte
+    def leave(self, s: int, now: float) -> None:
+        best = now - self._completed[s] * self._us_of_byte
         self._best.append(max(best, self._best[-1]) if self._best else best)
 
 
