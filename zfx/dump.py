@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ import networkx as nx
 
 from .costs import CostModel
 from .ir import Instruction, Parameter, Schedule, Step
-from .records import Form
+from .records import Form, write_whole
 from .text import by_point, printable, shorten
 
 _FORM = Form(Schedule, "schedule", version=2, again="plan it again")
@@ -165,21 +164,11 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         ValueError: another suffix, or as `to_dict`.
         OSError: the file cannot be written.
     """
-    target = os.path.realpath(path)
     name = os.path.basename(os.fspath(path)).lower()
     suffix = next((s for s in _WRITERS if name.endswith(s)), None)
     if suffix is None or name.endswith(".trace.json"):
         raise ValueError(f"cannot save a schedule as {os.fspath(path)!r}: the suffix must be one of {', '.join(_WRITERS)}")
-    content = _WRITERS[suffix](schedule)
-    part = os.path.join(os.path.dirname(target), f".zfx-{secrets.token_hex(8)}.part")
-    try:
-        with open(part, "xb") as file:
-            file.write(content)
-        os.replace(part, target)
-    except BaseException:
-        if os.path.exists(part):
-            os.unlink(part)
-        raise
+    write_whole(path, _WRITERS[suffix](schedule))
 
 
 def _graphml(schedule: Schedule) -> bytes:

@@ -6,7 +6,9 @@ import functools
 import json
 import math
 import operator
+import os
 import reprlib
+import secrets
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -171,3 +173,21 @@ def _scalar(value: Any, hint: Any, where: str) -> Any:
         pass
     expected = {bool: "true or false", str: "Unicode text", int: "a whole number", float: "a number"}[hint]
     raise ValueError(f"{where} must be {expected}, got {_brief(value)}")
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file that appears whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = os.path.realpath(path)
+    part = os.path.join(os.path.dirname(target), f".zfx-{secrets.token_hex(8)}.part")
+    try:
+        with open(part, "xb") as file:
+            file.write(content)
+        os.replace(part, target)
+    except BaseException:
+        if os.path.exists(part):
+            os.unlink(part)
+        raise
