@@ -86,6 +86,7 @@ class _Lowering:
                 continue
             if node.op == "output":
                 self._emit(todo, len(todo))
+                self._leave_carried()
                 self.graph.output(fx.map_arg(node.args[0], self._resolve))
                 continue
             if node.op == "call_function":
@@ -134,6 +135,21 @@ class _Lowering:
     def _begin(self) -> None:
         attribute = self.graph.get_attr("plan")
         self.plan = self._call("begin", (attribute,), "begin")
+        schedule = self.part.schedule
+        if self.part.phase == "forward" and schedule.program.window in ("middle", "last") and schedule.carried:
+            self._arrive(self._call("take", (self.plan,), "carried"), schedule.carried)
+
+    def _arrive(self, values: fx.Node, names: Sequence[str]) -> None:
+        """Name the items of a list of gathered values."""
+        for i, name in enumerate(names):
+            node = self.graph.create_node("call_function", operator.getitem, (values, i), name=_identifier(name))
+            node.meta.update(self.gather_nodes[name].meta)
+            self.values[name] = node
+
+    def _leave_carried(self) -> None:
+        schedule = self.part.schedule
+        if self.part.phase == "backward" and schedule.program.window in ("first", "middle") and schedule.carried:
+            self._call("carry", (self.plan, [self.values[name] for name in schedule.carried]), "carry")
 
     def _call(self, function: str, args: tuple[Any, ...], name: str) -> fx.Node:
         return self.graph.create_node("call_function", getattr(self.runtime, function), args, name=name)
@@ -154,11 +170,7 @@ class _Lowering:
 
     def _emit_wait(self, instruction: Instruction) -> None:
         bucket = self._bucket(instruction)
-        arrived = self._call("wait", (self.plan, self.pending.pop(bucket.index)), f"arrived_{bucket.index}")
-        for i, name in enumerate(bucket.parameters):
-            node = self.graph.create_node("call_function", operator.getitem, (arrived, i), name=_identifier(name))
-            node.meta.update(self.gather_nodes[name].meta)
-            self.values[name] = node
+        self._arrive(self._call("wait", (self.plan, self.pending.pop(bucket.index)), f"arrived_{bucket.index}"), bucket.parameters)
 
     def _emit_release(self, instruction: Instruction) -> None:
         freed: list[fx.Node] = []

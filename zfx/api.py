@@ -38,6 +38,7 @@ def compile(
     costs: CostModel | None = None,
     leaf_modules: Sequence[type[nn.Module] | nn.Module] = (),
     timeout: float = 60.0,
+    accumulate: int = 1,
 ) -> M:
     """Shard a model's parameters in place and run its forward and backward by a compiled ZeRO-3 schedule.
 
@@ -54,6 +55,9 @@ def compile(
         costs: what compute and communication cost, see `CostModel`.
         leaf_modules: classes or instances whose forward can't be traced (RNNs, data-dependent experts): they run eagerly as one
             opaque node, and again in the backward; their parameters are gathered before and released after.
+        accumulate: micro-batches (backwards) between two optimizer steps. Parameters do not change in between, so what the limits
+            allow to keep lives on from one to the next: a chain of n layers with room for k takes n + (2 * accumulate - 1)(n - k)
+            gathers. Fewer backwards before a step are no error, they only gather more than planned. Default 1.
         timeout: seconds that ranks wait for one that does not come, before all raise `RankMismatch`.
 
     Raises:
@@ -68,7 +72,7 @@ def compile(
         >>> len(model.zfx.plan(torch.randn(3, 4)).buckets)
         2
     """
-    _check_arguments(model, world_size, mesh, limits, costs, leaf_modules, timeout)
+    _check_arguments(model, world_size, mesh, limits, costs, leaf_modules, timeout, accumulate)
     mesh, world_size = _find_ranks(world_size, mesh)
     _check_model(model)
     if mesh is not None:
@@ -90,7 +94,7 @@ def compile(
                 if buffer is not None and buffer.device != device and buffer.device.type != "meta":
                     module._buffers[name] = buffer.to(device)
     base = type(model)
-    blueprint = Blueprint(base.__name__, layouts, world_size, limits, costs, channels)
+    blueprint = Blueprint(base.__name__, layouts, world_size, limits, costs, channels, accumulate)
     for _, owners in entries:
         for owner in owners:
             owner.module.__dict__[MARK] = blueprint.id
@@ -132,13 +136,17 @@ def _subclass(base: type[nn.Module]) -> type[nn.Module]:
     return types.new_class(base.__name__, (base,), exec_body=body)
 
 
-def _check_arguments(model: Any, world_size: Any, mesh: Any, limits: Any, costs: Any, leaf_modules: Any, timeout: Any) -> None:
+def _check_arguments(
+    model: Any, world_size: Any, mesh: Any, limits: Any, costs: Any, leaf_modules: Any, timeout: Any, accumulate: Any
+) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"zfx.compile takes an nn.Module, got {type(model).__name__}")
     if limits is not None and not isinstance(limits, Limits):
         raise TypeError(f"limits must be a zfx.Limits, got {type(limits).__name__}; Limits.from_deepspeed reads a DeepSpeed config")
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
         raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate must be a whole number of micro-batches, at least 1, got {accumulate!r}")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh is not None and mesh.ndim != 1:

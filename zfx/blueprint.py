@@ -6,6 +6,7 @@ Captured graphs hold it, and torch may hold those for long; so it knows neither 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from .ir import CostModel, Schedule
 from .limits import Limits
 from .ops import BLUEPRINTS
 from .shard import Layout
+from .window import Window
 
 _ids = itertools.count()
 
@@ -28,6 +30,7 @@ class Blueprint:
         model_name: for messages.
         layouts: one a unique parameter, in the order of `unique_parameters`.
         channels: None where the model can only be planned.
+        accumulate: micro-batches between two optimizer steps.
     """
 
     def __init__(
@@ -38,11 +41,14 @@ class Blueprint:
         limits: Limits,
         costs: CostModel,
         channels: Channels | None,
+        accumulate: int = 1,
     ) -> None:
         self.model_name, self.layouts = model_name, tuple(layouts)
         self.names = tuple(layout.name for layout in layouts)
         self.index = {name: i for i, name in enumerate(self.names)}
         self.world_size, self.limits, self.costs, self.channels = world_size, limits, costs, channels
+        self.accumulate = accumulate
+        self.window: weakref.ref[Window] | None = None  # the engine's, where `accumulate` is above 1
         self.schedules: list[Schedule] = []
         self.read_in_backward: set[str] = set()  # parameters that the backward of some schedule reads
         self.graphs: list[dict[str, torch.fx.GraphModule]] = []
@@ -51,14 +57,15 @@ class Blueprint:
 
     def again(self) -> Blueprint:
         """The same for another model of the same shape: nothing captured yet."""
-        return Blueprint(self.model_name, self.layouts, self.world_size, self.limits, self.costs, self.channels)
+        return Blueprint(self.model_name, self.layouts, self.world_size, self.limits, self.costs, self.channels, self.accumulate)
 
-    def add(self, schedule: Schedule) -> int:
-        """Keep a schedule and room for its graphs; its number."""
-        self.schedules.append(schedule)
-        self.read_in_backward.update(name for step in schedule.program.steps if step.phase == "backward" for name in step.reads)
-        self.graphs.append({})
-        return len(self.schedules) - 1
+    def add(self, schedules: Sequence[Schedule]) -> range:
+        """Keep the schedules of one captured graph, one a kind of micro-batch, and room for their graphs; their numbers."""
+        self.schedules += schedules
+        self.graphs += [{} for _ in schedules]
+        steps = schedules[0].program.steps
+        self.read_in_backward.update(name for step in steps if step.phase == "backward" for name in step.reads)
+        return range(len(self.schedules) - len(schedules), len(self.schedules))
 
     def agree(self, what: str) -> Channels:
         """Ranks agree on one collective outside a schedule; the channels that it may then use."""

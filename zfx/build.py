@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import fx
@@ -16,7 +16,9 @@ from .ir import Bucket, Schedule
 from .passes import plan
 from .passes.extract import extract
 from .passes.lower import Part, lower
+from .passes.window import plan_windows
 from .verify import verify
+from .window import backward_runner, forward_runner
 
 if TYPE_CHECKING:
     from .blueprint import Blueprint
@@ -44,44 +46,62 @@ def planning_only() -> Iterator[None]:
 
 def plan_graphs(
     blueprint: Blueprint, forward: fx.GraphModule, backward: fx.GraphModule | None = None, num_outputs: int | None = None
-) -> Schedule:
-    """One verified schedule over a forward and, in training, its backward."""
+) -> tuple[Schedule, ...]:
+    """Verified schedules over a forward and, in training, its backward: one for each kind of micro-batch."""
     start = time.perf_counter()
     program = extract(forward, backward, blueprint.layouts, blueprint.world_size, blueprint.costs, num_outputs)
-    schedule = plan(program, blueprint.limits, check=verify)
+    schedules = plan_windows(lambda p: plan(p, blueprint.limits), program, blueprint.accumulate)
+    for schedule in schedules:
+        verify(schedule)
     log.info(
         "%s: planned %d steps, %d buckets, kept %d parameters, in %.2f s",
         blueprint.model_name,
         len(program.steps),
-        len(schedule.buckets),
-        len(schedule.kept),
+        len(schedules[0].buckets),
+        len(schedules[0].kept),
         time.perf_counter() - start,
     )
-    return schedule
+    return schedules
 
 
-def attach(blueprint: Blueprint, schedule: Schedule, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+def attach(blueprint: Blueprint, schedules: Sequence[Schedule], forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     """Leave word for `compile_part`, which AOTAutograd calls with these graphs (or copies of them) later on."""
-    number = blueprint.add(schedule)
-    forward.meta["zfx"], backward.meta["zfx"] = (number, "forward"), (number, "backward")
+    numbers = blueprint.add(schedules)
+    forward.meta["zfx"], backward.meta["zfx"] = (numbers, "forward"), (numbers, "backward")
     if _planning_only:  # the backward would only be asked for by a backward
-        _lowered(blueprint, backward, number, "backward")
+        compile_part(blueprint, backward)
 
 
 def compile_part(blueprint: Blueprint, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    return _lowered(blueprint, gm, *gm.meta["zfx"])
+    """What runs in the place of a captured graph: its lowered form or, where micro-batches differ, the one that is due."""
+    numbers, phase = gm.meta["zfx"]
+    first = _lowered(blueprint, gm, numbers[0], phase)
+    if len(numbers) == 1:
+        return _runs(first)
+    last = _lowered(blueprint, gm, numbers[-1], phase)
+    for middle in numbers[1:-1]:
+        blueprint.graphs[middle][phase] = last if phase == "forward" else first
+    if _planning_only:
+        return _stop
+    assert blueprint.window is not None
+    if phase == "forward":
+        return forward_runner(blueprint.window, blueprint.schedules[numbers[0]].carried, cold=_runs(first), warm=_runs(last))
+    return backward_runner(blueprint.window, leaves=_runs(first), drops=_runs(last))
 
 
 def compile_inference(blueprint: Blueprint, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    return _lowered(blueprint, gm, blueprint.add(plan_graphs(blueprint, gm)), "forward")
+    (number,) = blueprint.add(plan_graphs(blueprint, gm))
+    return _runs(_lowered(blueprint, gm, number, "forward"))
 
 
-def _lowered(
-    blueprint: Blueprint, gm: fx.GraphModule, number: int, phase: Literal["forward", "backward"]
-) -> Callable[[list[Any]], Any]:
+def _lowered(blueprint: Blueprint, gm: fx.GraphModule, number: int, phase: Literal["forward", "backward"]) -> fx.GraphModule:
     part = Part(blueprint.schedules[number], phase)
     lowered = lower(gm, part, [layout.name for layout in blueprint.layouts], _run_plan(blueprint, part), runtime)
     blueprint.graphs[number][phase] = lowered
+    return lowered
+
+
+def _runs(lowered: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return _stop if _planning_only else runtime.runner(lowered)
 
 
@@ -98,10 +118,15 @@ def _run_plan(blueprint: Blueprint, part: Part) -> runtime.Plan:
     buckets = [b if b.index in launched else None for b in part.schedule.buckets]
     transfers = [_transfers(blueprint, b) if b else None for b in buckets]
     lines = [
-        f"the {part.phase} of {blueprint.model_name} on {blueprint.world_size} ranks",
+        f"the {part.phase} of {blueprint.model_name}{_micro_batch(part)} on {blueprint.world_size} ranks",
         *(_line(blueprint, b) for b in buckets if b),
     ]
-    return runtime.Plan(transfers, blueprint.channels, lines)
+    return runtime.Plan(transfers, blueprint.channels, lines, part.schedule.carried, blueprint.window)
+
+
+def _micro_batch(part: Part) -> str:
+    window = part.schedule.program.window
+    return "" if window == "only" else f" ({window} of the micro-batches)"
 
 
 def _transfers(blueprint: Blueprint, bucket: Bucket) -> Transfers:

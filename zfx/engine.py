@@ -6,6 +6,7 @@ It hangs on the model and holds no reference to it, so that both die together. I
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from .ir import Schedule
 from .leaf import copy_leaves
 from .ops import all_gather
 from .shard import Layout, Owner, ToLocal
+from .window import Window
 
 MARK = "_zfx_owner"  # on every module that holds parameters: the id of the blueprint that they belong to
 
@@ -50,6 +52,8 @@ class Engine:
     def __init__(self, blueprint: Blueprint, slots: Sequence[Slot], forward: Callable[..., Any], has_rnn: bool) -> None:
         self.blueprint, self.slots, self.forward, self.has_rnn = blueprint, tuple(slots), forward, has_rnn
         self.eager = False
+        self.window = Window(blueprint.accumulate) if blueprint.accumulate > 1 else None
+        blueprint.window = None if self.window is None else weakref.ref(self.window)
         self.traced = self._make_traced(forward)
         self.compiled = capture.compiled(blueprint, self.traced)
 
@@ -87,6 +91,8 @@ class Engine:
             local = [p._local_tensor for p in params]
         except AttributeError:
             raise self._foreign(params) from None
+        if self.window is not None:
+            self.window.enter(params)
         if torch.is_grad_enabled():
             wanted = [i for i, p in enumerate(params) if p.requires_grad]
             if wanted:

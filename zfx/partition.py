@@ -33,17 +33,18 @@ def partition(blueprint: Blueprint, joint: fx.GraphModule, inputs: Any, **option
     """Split, plan, and split again if the plan keeps anything."""
     gathers = _tag_closure(joint)
     forward, backward = default_partition(joint, inputs, **options)
-    schedule = build.plan_graphs(blueprint, forward, backward, options["num_fwd_outputs"])
-    if schedule.kept:
+    schedules = build.plan_graphs(blueprint, forward, backward, options["num_fwd_outputs"])
+    kept = schedules[0].kept  # the same for every micro-batch
+    if kept:
         for node in gathers:
-            if blueprint.layouts[node.args[2]].name in schedule.kept:  # type: ignore[index]
+            if blueprint.layouts[node.args[2]].name in kept:  # type: ignore[index]
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         forward, backward = default_partition(joint, inputs, **options)
         _mark_kept(blueprint, gathers, backward)
         again = build.plan_graphs(blueprint, forward, backward, options["num_fwd_outputs"])
-        assert again.kept == schedule.kept, "keeping a parameter must not change what the graphs read"
-        schedule = again
-    build.attach(blueprint, schedule, forward, backward)
+        assert all(s.kept == kept for s in again), "keeping a parameter must not change what the graphs read"
+        schedules = again
+    build.attach(blueprint, schedules, forward, backward)
     return forward, backward
 
 

@@ -6,10 +6,13 @@ weight, bias = wait(plan, g)             arrived
 release([weight, bias])                  storage given back at once
 r = reduce_scatter(plan, 5, [grad])      launch
 (shard_grad,) = wait_reduce(plan, r)     this rank's rows of the mean
+(weight,) = take(plan)                   what the micro-batch before left behind
+carry(plan, [weight])                    left behind for the next one
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +23,7 @@ from ._compat import StorageWeakRef
 from .agreement import digest_of
 from .bucket import Gathering, Reducing, Transfers
 from .channels import Channels
+from .window import Window
 
 
 class GatheredMeter:
@@ -57,12 +61,28 @@ class Plan:
     Args:
         transfers: by bucket index; buckets that the other graph launches are None.
         description: one line a collective, in launch order, the same on every rank; the first line names the graph.
+        carried: parameters that go from one micro-batch to the next.
+        window: where they lie meanwhile; dead once the model is.
     """
 
-    def __init__(self, transfers: Sequence[Transfers | None], channels: Channels | None, description: Sequence[str]) -> None:
+    def __init__(
+        self,
+        transfers: Sequence[Transfers | None],
+        channels: Channels | None,
+        description: Sequence[str],
+        carried: tuple[str, ...] = (),
+        window: weakref.ref[Window] | None = None,
+    ) -> None:
+        self.carried, self.window = carried, window
         self.transfers, self.description, self.digest = tuple(transfers), tuple(description), digest_of(description)
         if channels is not None:  # else the graph can be read, but not run
             self.gathers, self.reductions, self.agreement = channels.gathers, channels.reductions, channels.agreement
+
+
+    def open_window(self) -> Window:
+        window = self.window() if self.window is not None else None
+        assert window is not None, "the runner asks for a graph with carried parameters only while the window lives"
+        return window
 
 
 def begin(plan: Plan) -> Plan:
@@ -96,6 +116,14 @@ def release(tensors: Sequence[torch.Tensor]) -> None:
         if GatheredMeter.active is not None:
             GatheredMeter.active.forget(tensor)
         tensor.untyped_storage().resize_(0)
+
+
+def take(plan: Plan) -> list[torch.Tensor]:
+    return plan.open_window().take()
+
+
+def carry(plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
+    plan.open_window().carry(plan.carried, tensors)
 
 
 def let_go(tensors: Sequence[torch.Tensor]) -> None:
