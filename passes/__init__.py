@@ -2,7 +2,7 @@
 
 The life of a plan, in order. Each entry is one file, and its docstring states the problem, the guarantee and the cost.
 
-    extract.py   two graphs -> `Program`                                             (needs torch; not imported here)
+    extract.py   two graphs -> `Program`, durations by duration.py                   (needs torch; not imported here)
     demand.py    gather_on_demand    the schedule that holds least; refuses limits that nothing fits
     keep.py      keep_parameters     which reads share one gather
     gather.py    bucket_gathers      which gathers are launched together
