@@ -295,13 +295,13 @@ def reuse_distance(schedule: Schedule) -> Iterator[Finding]:
         elif event.kind in ("all_gather", "release"):
             latest.update(dict.fromkeys(event.parameters, -1))
     kept = [gap for gap in kept if parameters[gap[2]].numel > limits.param_persistence_threshold]
-    for (start, stop, name), distance in zip(sorted(kept), _distances(schedule, sorted(kept))):
+    for (start, stop, name), distance in zip(sorted(kept), reuse_distances(schedule, sorted(kept))):
         if distance > limits.max_reuse_distance:
             text = f"{name!r} is kept from step {start} to {stop} over {distance:,} elements"
             yield f"{text}, the limit is {limits.max_reuse_distance:,}", stop, name
 
 
-def _distances(schedule: Schedule, spans: list[tuple[int, int, str]]) -> list[int]:
+def reuse_distances(schedule: Schedule, spans: list[tuple[int, int, str]]) -> list[int]:
     """Elements read strictly inside each span, each parameter once a phase. `spans` is sorted.
 
     Swept from the right: at each start, a parameter counts at its first read to the right of it.
@@ -428,4 +428,4 @@ def verify(schedule: Schedule) -> None:
         raise violation
 
 
-__all__ = ["RULES", "verify", "violations"]
+__all__ = ["RULES", "reuse_distances", "verify", "violations"]
