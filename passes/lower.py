@@ -18,6 +18,7 @@ import operator
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -91,7 +92,7 @@ class _Lowering:
                 self.graph.output(fx.map_arg(node.args[0], self._resolve))
                 continue
             if node.op == "call_function":
-                self._emit(todo, sum(1 for i in todo if i.point <= point))
+                self._emit(todo, sum(1 for _ in takewhile(lambda i: i.point <= point, todo)))
                 point += 1
             self._copy(node)
         return self._module()

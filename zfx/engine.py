@@ -54,7 +54,8 @@ class Engine:
     def __init__(self, blueprint: Blueprint, slots: Sequence[Slot], forward: Callable[..., Any], has_rnn: bool) -> None:
         self.blueprint, self.slots, self.forward, self.has_rnn = blueprint, tuple(slots), forward, has_rnn
         self.eager = False
-        self.window = Window(blueprint.accumulate) if blueprint.accumulate > 1 else None
+        num_micro_batches = blueprint.settings.accumulate
+        self.window = Window(num_micro_batches) if num_micro_batches > 1 else None
         blueprint.window = None if self.window is None else weakref.ref(self.window)
         self.traced = self._make_traced(forward)
         self.compiled = capture.compiled(blueprint, self.traced)
