@@ -202,11 +202,7 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         OSError: the file cannot be written.
     """
     target = os.path.realpath(path)
-    name = os.path.basename(os.fspath(path)).lower()
-    suffix = next((s for s in _WRITERS if name.endswith(s)), None)
-    if suffix is None or name.endswith(".trace.json"):
-        raise ValueError(f"cannot save a schedule as {os.fspath(path)!r}: the suffix must be one of {', '.join(_WRITERS)}")
-    content = _WRITERS[suffix](schedule)
+    content = writer_of(path)(schedule)
     part = os.path.join(os.path.dirname(target), f".zfx-{secrets.token_hex(8)}.part")
     try:
         with open(part, "xb") as file:
@@ -216,6 +212,19 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         if os.path.exists(part):
             os.unlink(part)
         raise
+
+
+def writer_of(path: str | os.PathLike[str]) -> Callable[[Schedule], bytes]:
+    """What makes the content of such a file.
+
+    Raises:
+        ValueError: no known suffix.
+    """
+    name = os.path.basename(os.fspath(path)).lower()
+    suffix = next((s for s in _WRITERS if name.endswith(s)), None)
+    if suffix is None or name.endswith(".trace.json"):
+        raise ValueError(f"cannot save a schedule as {os.fspath(path)!r}: the suffix must be one of {', '.join(_WRITERS)}")
+    return _WRITERS[suffix]
 
 
 def _graphml(schedule: Schedule) -> bytes:

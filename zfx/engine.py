@@ -215,8 +215,8 @@ def _example_shard(layout: Layout, param: torch.Tensor) -> torch.Tensor:
     return shard.requires_grad_() if torch.is_grad_enabled() and param.requires_grad else shard
 
 
-# [Note: no meta tensors] Torch traces them otherwise than what will run: attention falls apart into its products, and some operators
-# (the loss of a language model among them) lose their backward. So they stand in on the CPU, where nobody ever writes them.
+# [Note: no meta tensors] Torch traces them otherwise than what will run: attention falls apart into its products, and some
+# operators (the loss of a language model among them) lose their backward. So CPU tensors that nobody writes stand in for them.
 def _real(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 

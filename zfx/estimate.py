@@ -184,6 +184,11 @@ def facts(found: Estimate) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def facts_of(schedule: Schedule) -> dict[str, Any]:
+    """The same of one schedule, whatever optimizer there is."""
+    return facts(_estimate((schedule,), 0, 1))
+
+
 def _busy(simulation: Simulation, kind: str) -> float:
     return sum(span.end_us - span.start_us for span in simulation.spans if span.kind == kind)
 

@@ -5,8 +5,8 @@
     path/to/file.py:function
     llama-3-70b             an example: examples/configs/NAME.json, or the function `example` of examples/NAME.py
 
-The function may take `batch`, `seq` and `dtype`, and gets what the user set of them. It returns `(model, inputs)`, where inputs are one
-tensor, a tuple of arguments or a dict of keyword arguments, or `(model, args, kwargs)`.
+The function may take `batch`, `seq` and `dtype`, and gets what the user set of them. It returns `(model, inputs)`, where inputs are
+one tensor, a tuple of arguments or a dict of keyword arguments, or `(model, args, kwargs)`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def load(text: str, *, batch: int | None = None, seq: int | None = None, dtype: 
     """
     if dtype is not None and dtype not in DTYPES:
         raise TargetError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-    options = {"batch": batch, "seq": seq, "dtype": dtype}
+    options: dict[str, Any] = {"batch": batch, "seq": seq, "dtype": dtype}
     if text.startswith("hf:"):
         return _of_config(Path(text.removeprefix("hf:")), **options)
     if ":" in text:
