@@ -38,7 +38,6 @@ _CAPTURE_RANKS = 1024  # captured graphs do not depend on it
 
 app = typer.Typer(
     help="Plan ZeRO-3 training on clusters that are not here; show, compare and verify schedules.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -62,12 +61,12 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command; its exit code. Never raises for what a user can do wrong."""
     os.environ.pop("RANK", None)  # whoever started this, a job script perhaps, must not make it wait for other ranks
     try:
-        code = app(list(arguments), prog_name="zfx", standalone_mode=False)
+        code = app(list(arguments) or ["--help"], prog_name="zfx", standalone_mode=False)
         return int(code or 0)
     except (No, ZfxError) as error:
         facts = dict(error.facts) if isinstance(error, No) else {"type": type(error).__name__, **vars(error)}
         return _fail(arguments, str(error), 1, facts)
-    except (Usage, ValueError, TypeError, OSError) as error:
+    except (Usage, ValueError, OSError) as error:
         return _fail(arguments, _reason(error), 2, {})
     except KeyboardInterrupt:
         return 130
@@ -170,6 +169,8 @@ def plan(
     from . import target as targets
     from .estimate import OPTIMIZERS
 
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
     if (world_size is None) != find_world_size:
         raise Usage("say --world-size N or --find-world-size, one of the two")
     if sweep and find_world_size:
@@ -342,8 +343,6 @@ def _captured(found: Any, backward: bool) -> Any:
 
     from .api import compile as compile_
 
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
     found.model.train(backward)
     model = compile_(found.model, world_size=_CAPTURE_RANKS)
     with _busy(f"capturing {found.name}"), torch.set_grad_enabled(backward):

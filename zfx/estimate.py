@@ -9,6 +9,7 @@ What is counted where, in bytes on each rank:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -134,8 +135,8 @@ def _estimate(schedules: Sequence[Schedule], optimizer_bytes: int, accumulate: i
 def facts(found: Estimate) -> dict[str, Any]:
     """The estimate as plain data. Bytes are on each rank; times are of one optimizer step, `accumulate` micro-batches long."""
     schedule, simulation = found.schedules[found.worst], found.simulations[found.worst]
-    program = schedule.program
-    certificate = found.certificates[found.worst]
+    program, kept = schedule.program, set(schedule.kept)
+    micro_batches = [(count, one) for count, one in zip(found.repeats, found.certificates) if count]
     return {
         "world_size": program.world_size,
         "accumulate": sum(found.repeats),
@@ -159,7 +160,7 @@ def facts(found: Estimate) -> dict[str, Any]:
         },
         "kept": {
             "count": len(schedule.kept),
-            "bytes": sum(p.num_bytes for p in program.parameters if p.name in set(schedule.kept)),
+            "bytes": sum(p.num_bytes for p in program.parameters if p.name in kept),
         },
         "buckets": {
             kind: sum(b.kind == kind for b in schedule.buckets) for kind in ("all_gather", "reduce_scatter")
@@ -173,15 +174,19 @@ def facts(found: Estimate) -> dict[str, Any]:
             "reduce_us": found.total(lambda s: _busy(s, "reduce_scatter")),
         },
         "certificate": {
-            what: {
-                "achieved": getattr(certificate, f"{what}_{unit}"),
-                "bound": getattr(certificate, f"{what}_bound_{unit}"),
-                "ratio": getattr(certificate, f"{what}_ratio"),
-                "binds": getattr(certificate, f"{what}_binds"),
-            }
-            for what, unit in (("time", "us"), ("volume", "bytes"), ("peak", "bytes"))
+            "time": _certified(micro_batches, "time", "us"),
+            "volume": _certified(micro_batches, "volume", "bytes"),
+            "peak": _certified([(1, found.certificates[found.worst])], "peak", "bytes"),
         },
     }  # fmt: skip
+
+
+def _certified(rows: Sequence[tuple[int, Certificate]], what: str, unit: str) -> dict[str, Any]:
+    """Achieved and bound of so many micro-batches of each kind: what bounds each of them bounds their sum."""
+    achieved, bound = (sum(count * getattr(one, f"{what}{part}_{unit}") for count, one in rows) for part in ("", "_bound"))
+    ratio = 1.0 if achieved == bound else achieved / bound if bound else math.inf
+    binds = ", ".join(dict.fromkeys(getattr(one, f"{what}_binds") for _, one in rows))
+    return {"achieved": achieved, "bound": bound, "ratio": ratio, "binds": binds}
 
 
 def facts_of(schedule: Schedule) -> dict[str, Any]:
