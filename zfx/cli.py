@@ -18,7 +18,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,7 +59,6 @@ class Usage(Exception):
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; its exit code. Never raises for what a user can do wrong."""
-    os.environ.pop("RANK", None)  # whoever started this, a job script perhaps, must not make it wait for other ranks
     try:
         code = app(list(arguments) or ["--help"], prog_name="zfx", standalone_mode=False)
         return int(code or 0)
@@ -171,6 +170,7 @@ def plan(
 
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
+    os.environ.pop("RANK", None)  # whoever started this, a job script perhaps, must not make it wait for other ranks
     if (world_size is None) != find_world_size:
         raise Usage("say --world-size N or --find-world-size, one of the two")
     if sweep and find_world_size:
@@ -272,17 +272,28 @@ def compare(
         raise typer.Exit(1)
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
-def calibrate(context: typer.Context) -> None:
-    """Measure costs on the machine or cluster at hand, and write them for `--costs`."""
-    try:
-        from . import calibrate as module
-    except ImportError:
-        raise Usage("this zfx has no calibration") from None
-    raise typer.Exit(int(module.main(context.args) or 0))
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="Where to write the costs.")] = Path("costs.json"),
+    rounds: Annotated[int, typer.Option(help="How many times everything is measured.")] = 9,
+    as_json: AsJson = False,
+) -> None:
+    """Measure costs on the machine at hand (under torchrun: on the cluster), and write them for `zfx plan --costs`."""
+    from .calibrate import calibrate as measure
+    from .calibrate import save_costs
+
+    if rounds < 1:
+        raise Usage(f"--rounds must be at least 1, got {rounds}")
+    _check_folder(out)
+    with _bar("measuring", rounds) as advance:
+        costs = measure(num_rounds=rounds, progress=lambda done, total, what: advance() if done else None)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    save_costs(costs, out)
+    if as_json:
+        tables.print_json({"out": str(out), **asdict(costs)})
+    else:
+        tables.print_costs(costs, out)
 
 
 # ---- plan --------------------------------------------------------------------------------------------------------------
@@ -407,8 +418,7 @@ def _save(schedules: Sequence[Schedule], path: Path) -> None:
 def _check_out(paths: Sequence[Path], sweep: bool) -> None:
     """A wrong name is told before the long work."""
     for path in paths:
-        if not path.absolute().parent.is_dir():
-            raise Usage(f"cannot write {path}: there is no folder {path.parent}")
+        _check_folder(path)
         if sweep:
             if path.suffix.lower() not in (".png", ".svg", ".pdf"):
                 raise Usage(f"cannot draw {path}: --sweep writes .png, .svg or .pdf")
@@ -418,6 +428,11 @@ def _check_out(paths: Sequence[Path], sweep: bool) -> None:
                 raise Usage("drawing needs matplotlib: pip install 'zfx[cli]'") from None
         else:
             dump.writer_of(path)
+
+
+def _check_folder(path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        raise Usage(f"cannot write {path}: there is no folder {path.parent}")
 
 
 def _fewest(captured: Any, cluster: _Cluster, program_at: Callable[[int], Program], as_json: bool) -> int:
@@ -435,7 +450,10 @@ def _fewest(captured: Any, cluster: _Cluster, program_at: Callable[[int], Progra
         assert answer.refused is not None
         ranks, refusal = answer.refused
         raise No(
-            f"no number of ranks is enough: on {ranks:,}, {refusal}", world_size=None, type="InfeasibleBudget", **vars(refusal)
+            f"no number of ranks is enough; {ranks:,} come closest: {refusal}",
+            world_size=None,
+            type="InfeasibleBudget",
+            **vars(refusal),
         )
     if not as_json:
         before = f"; {answer.refused[0]:,} are too few" if answer.refused else ""

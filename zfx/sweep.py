@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from .errors import InfeasibleBudget
-from .estimate import NO_BOUND, Estimate, estimate, fits, least
+from .estimate import Estimate, estimate, fits, least
 from .ir import Program
 from .limits import Limits
 
@@ -39,7 +39,8 @@ class Fewest:
 
     Attributes:
         world_size: None where no number of ranks is enough.
-        refused: the largest world size that was found too small, and why; None where one rank is enough.
+        refused: the largest world size that was found too small, and why; None where one rank is enough. Where no number is
+            enough, the one that came closest.
     """
 
     world_size: int | None
@@ -62,32 +63,31 @@ def find_world_size(
         limits_at: the limits of a program.
         tried: called with every world size that was looked at, and whether it fits.
     """
-    refused: tuple[int, InfeasibleBudget] | None = None
+    refused: dict[int, InfeasibleBudget] = {}
 
     def works(world_size: int) -> bool:
-        nonlocal refused
         program = program_at(world_size)
         refusal = fits(program, limits_at(program))
-        if refusal is not None and (refused is None or world_size > refused[0]):
-            refused = world_size, refusal
+        if refusal is not None:
+            refused[world_size] = refusal
         tried(world_size, refusal is None)
         return refusal is None
+
+    def largest() -> tuple[int, InfeasibleBudget] | None:
+        return max(refused.items(), key=lambda row: row[0], default=None)
 
     within = [1]
     while within[-1] * 2 < node_size:
         within.append(within[-1] * 2)
     for world_size in within:
         if world_size <= most and works(world_size):
-            return Fewest(world_size, refused)
-    low, high = 0, 1  # nodes: `low` are too few
-    while not works(high * node_size):
-        low, high = high, high * 2
-        if high * node_size > most:
-            return Fewest(None, refused)
+            return Fewest(world_size, largest())
+    low, high, last = 0, min(1, most // node_size), most // node_size  # in nodes: `low` are too few
+    while not (high and works(high * node_size)):
+        if high == last:
+            return Fewest(None, min(refused.items(), key=lambda row: row[1].smallest_limit - row[1].limit))
+        low, high = high, min(2 * high, last)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if works(middle * node_size) else (middle, high)
-    return Fewest(high * node_size, refused)
-
-
-__all__ = ["NO_BOUND", "Fewest", "find_world_size", "frontier"]
+    return Fewest(high * node_size, largest())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from . import text
+from .costs import CostModel
 
 _WIDTH = 120  # of tables that do not go to a terminal
 
@@ -122,6 +124,20 @@ def print_sweep(answer: Mapping[str, Any]) -> None:
             "yes" if row["fits"] else "no",
         )
     console.print(table)
+
+
+def print_costs(costs: CostModel, path: Path) -> None:
+    console = _console()
+    console.print(f"{costs.source}\n")
+    table = _table("", "overhead or latency", "flops/s", "bytes/s")
+    for rate in costs.rates:
+        table.add_row(
+            rate.kind, text.human_time(rate.overhead_us), f"{rate.flops_per_us * 1e6:.2e}", f"{rate.bytes_per_us * 1e6:.2e}"
+        )
+    for name, link in (("all-gather", costs.gather), ("reduce-scatter", costs.reduce)):
+        table.add_row(name, text.human_time(link.latency_us), "", f"{link.bytes_per_us * 1e6:.2e}")
+    console.print(table)
+    console.print(f"\nwrote {path}")
 
 
 def print_diff(found: Mapping[str, Any], most: int) -> None:
