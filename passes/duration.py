@@ -85,11 +85,15 @@ def work_of(node: fx.Node) -> Work | None:
 
 
 def duration_us(node: fx.Node, costs: CostModel) -> float:
-    """The estimated time of one node. A higher-order operator (`torch.cond`) takes that of its longest branch."""
+    """The estimated time of one node. A higher-order operator (`torch.cond`) takes that of its longest branch; a view none, unless
+    the costs list a rate for "view" (a measured one: what it takes to ask for it)."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return max((sum(duration_us(n, costs) for n in branch.graph.nodes) for branch in _branches(node)), default=0.0)
     work = work_of(node)
-    return costs.compute_us(work.kind, work.num_flops, work.num_bytes) if work else 0.0
+    if work is not None:
+        return costs.compute_us(work.kind, work.num_flops, work.num_bytes)
+    view = costs.rate_of("view")
+    return view.overhead_us if view.kind == "view" and isinstance(node.target, torch._ops.OpOverload) else 0.0
 
 
 def is_view(node: fx.Node) -> bool:

@@ -32,7 +32,7 @@ class GatherQueue:
             self._ends.append(begin + self._costs.gather_us(gathers[self._launched].num_bytes))
             self._launched += 1
         while self._waited < len(gathers) and gathers[self._waited].first == point:
-            now = max(now, self._ends[self._waited]) + self._costs.launch_us
+            now = max(now, self._ends[self._waited]) + self._costs.busy_us(gathers[self._waited].num_bytes)
             self._waited += 1
         return now
 
@@ -61,7 +61,7 @@ def simulate(timeline: Timeline) -> Times:
         for index in waited[point]:
             now = max(now, ends[index])
         for index in launched[point]:
-            now += program.costs.launch_us
+            now += program.costs.busy_us(timeline.reductions[index].num_bytes)
             begin = max(now, ends[-1]) if ends else now
             ends.append(begin + program.costs.reduce_us(timeline.reductions[index].num_bytes))
             if timeline.reductions[index].wait == point:

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .agreement import digest_of
 from .blueprint import Blueprint
 from .channels import channels_for
+from .costs import CostModel, load_costs
 from .engine import MARK, Engine, Slot
 from .handle import Handle
-from .ir import CostModel
 from .leaf import make_leaves
 from .limits import Limits
 from .passes import PIPELINE, Pass
@@ -37,7 +37,7 @@ def compile(
     *,
     mesh: DeviceMesh | None = None,
     limits: Limits | None = None,
-    costs: CostModel | None = None,
+    costs: CostModel | str | os.PathLike[str] | None = None,
     passes: Sequence[Pass] = PIPELINE,
     uniform: bool = False,
     leaf_modules: Sequence[type[nn.Module] | nn.Module] = (),
@@ -56,7 +56,7 @@ def compile(
             Where there is no process group and no torchrun, the model can be planned for any `world_size`, but only run for 1.
         mesh: a 1-D DeviceMesh to shard over. Default: all ranks.
         limits: bounds of the schedule. Default: DeepSpeed's defaults, see `Limits`.
-        costs: what compute and communication cost, see `CostModel`.
+        costs: what compute and communication cost: a `CostModel`, or the path of one that `zfx calibrate` wrote.
         passes: the planning passes to run, in order, instead of `zfx.passes.PIPELINE`: most often `[*zfx.passes.PIPELINE, mine]`,
             and the same on every rank. What each of them returns is verified. See docs/passes.md.
         uniform: every rank runs the same shapes at each call, so that the time and memory of the captured steps may decide which
@@ -82,7 +82,9 @@ def compile(
     """
     _check_arguments(model, world_size, mesh, limits, costs, leaf_modules, timeout, accumulate)
     _check_planning(passes, uniform)
-    mesh, world_size = _find_ranks(world_size, mesh)
+    if isinstance(costs, (str, os.PathLike)):
+        costs = load_costs(costs)
+    mesh, world_size = find_ranks(world_size, mesh)
     _check_model(model)
     if mesh is not None:
         _check_real(model)
@@ -160,8 +162,8 @@ def _check_arguments(
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(f"mesh must be 1-D (shard), got {mesh.ndim} dimensions; a replicate x shard mesh is not supported yet")
-    if costs is not None and not isinstance(costs, CostModel):
-        raise TypeError(f"costs must be a zfx.CostModel, got {type(costs).__name__}")
+    if costs is not None and not isinstance(costs, (CostModel, str, os.PathLike)):
+        raise TypeError(f"costs must be a zfx.CostModel or the path of one, got {type(costs).__name__}")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 30 * 86_400:
         raise ValueError(f"timeout must be a number of seconds above 0 and at most 30 days, got {timeout!r}")
     if isinstance(leaf_modules, (str, type, nn.Module)) or not isinstance(leaf_modules, Iterable):
@@ -230,7 +232,7 @@ def _check_optimizers(params: dict[int, str]) -> None:
                     )
 
 
-def _find_ranks(world_size: int | None, mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, int]:
+def find_ranks(world_size: int | None, mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, int]:
     """The mesh to shard over, or None where the model can only be planned."""
     if mesh is None:
         if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:

@@ -5,8 +5,12 @@ Costs steer when collectives are launched and how they are bucketed. They change
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
+
+from .records import Form, write_whole
 
 
 def _check(record: object, above: tuple[str, ...] = (), least: tuple[str, ...] = ()) -> None:
@@ -65,8 +69,9 @@ class CostModel:
         gather, reduce: an all-gather of so many gathered bytes, a reduce-scatter of so many unreduced ones.
         rates: compute by kind. A kind takes the rate of its longest beginning that is listed ("matmul.bfloat16" may take that of
             "matmul"), else the first one.
-        launch_us: compute time that one collective takes from the rank that launches it, whether it overlaps or not (launching,
-            packing, unpacking). The planner books it where a gather is waited for and where a reduction is launched.
+        launch_us, busy_bytes_per_us: compute time that a collective takes from its rank, whether it overlaps or not: so much each
+            (launching, packing, unpacking), and its bytes at that rate (on CPUs: copies, the network stack). It is booked where a
+            gather is waited for and where a reduction is launched; the links hold what is left of the collective's time.
         pack_threshold_bytes: parameters whose gathered size is below this travel packed in one buffer: copying them costs less
             than a message of their own.
         bucket_bytes: a bucket is closed once it holds this many bytes: latency is then a small part of its time.
@@ -79,13 +84,14 @@ class CostModel:
     reduce: Link = field(default_factory=Link)
     rates: tuple[Rate, ...] = (Rate("elementwise"),)
     launch_us: float = 0.0
+    busy_bytes_per_us: float = math.inf
     pack_threshold_bytes: int = 65_536
     bucket_bytes: int = 4_194_304
     nominal_tokens: int = 2_048
     source: str = "round numbers for one CPU core and loopback TCP"
 
     def __post_init__(self) -> None:
-        _check(self, least=("launch_us", "pack_threshold_bytes", "bucket_bytes", "nominal_tokens"))
+        _check(self, above=("busy_bytes_per_us",), least=("launch_us", "pack_threshold_bytes", "bucket_bytes", "nominal_tokens"))
         if not self.rates or len({rate.kind for rate in self.rates}) != len(self.rates):
             raise ValueError("CostModel.rates must name at least one kind of compute, and none twice")
 
@@ -94,6 +100,9 @@ class CostModel:
 
     def reduce_us(self, num_bytes: int) -> float:
         return self.reduce.us(num_bytes)
+
+    def busy_us(self, num_bytes: int) -> float:
+        return self.launch_us + num_bytes / self.busy_bytes_per_us
 
     def compute_us(self, kind: str, num_flops: int, num_bytes: int) -> float:
         return self.rate_of(kind).us(num_flops, num_bytes)
@@ -109,3 +118,29 @@ class CostModel:
     @cached_property
     def _by_kind(self) -> dict[str, Rate]:
         return {rate.kind: rate for rate in self.rates}
+
+
+_FORM = Form(CostModel, "costs", version=1, again="run zfx calibrate again")
+
+
+def save_costs(costs: CostModel, path: str | os.PathLike[str]) -> None:
+    """Write a cost model as JSON, for `load_costs` and `zfx.compile(costs=path)`. The file appears whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_whole(path, _FORM.to_json(costs).encode())
+
+
+def load_costs(path: str | os.PathLike[str]) -> CostModel:
+    """The cost model that `save_costs` wrote. Every rank must read the same: plans follow from it.
+
+    Raises:
+        ValueError: the file is no cost model, is of another version, or has fields that are missing, unknown or wrong.
+        OSError: it cannot be read.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return _FORM.from_json(file.read())
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from None

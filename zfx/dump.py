@@ -13,32 +13,24 @@ An edge for a wait, or for a gradient, is drawn wherever its two ends stand: a s
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import json
-import math
-import operator
 import os
 import re
-import reprlib
-import secrets
-import types
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import networkx as nx
 
-from .costs import CostModel, Link, Rate
-from .ir import Bucket, Instruction, Parameter, Program, Schedule, Step
-from .limits import Limits
+from .costs import CostModel
+from .ir import Instruction, Parameter, Schedule, Step
+from .records import Form, write_whole
 from .text import by_point, printable, shorten
 
-FORMAT = "zfx.schedule"
-VERSION = 2
+_FORM = Form(Schedule, "schedule", version=2, again="plan it again")
+FORMAT, VERSION = _FORM.format, _FORM.version
 
-_RECORDS = (Schedule, Program, Parameter, Step, CostModel, Link, Rate, Limits, Bucket, Instruction)
 _STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce"}
 _COLORS = {
     "step": "white",
@@ -66,28 +58,17 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
     Raises:
         ValueError: a value is not of the type that its field declares, or a name is not valid Unicode.
     """
-    return {"format": FORMAT, "version": VERSION, **_encode(schedule, Schedule, "schedule")}
+    return _FORM.to_dict(schedule)
 
 
 def from_dict(data: Mapping[str, Any]) -> Schedule:
     """The schedule that `to_dict` took apart. It is checked for form only; whether it is a good schedule is for the verifier.
 
     Raises:
-        ValueError: not this format, a newer version, a field is missing, unknown or of a wrong type, or the program itself is
+        ValueError: not this format, another version, a field is missing, unknown or of a wrong type, or the program itself is
             not possible. The message names the place, e.g. `schedule.program.steps[3].phase`.
     """
-    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, Mapping) else data
-        raise ValueError(f'not a zfx schedule: "format" must be "{FORMAT}", got {_brief(found)}')
-    version = data.get("version")
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ValueError(f'"version" must be a whole number from 1 to {VERSION}, got {_brief(version)}')
-    if version < VERSION:
-        raise ValueError(f"the schedule has version {version}, this zfx reads version {VERSION}: plan it again")
-    if version > VERSION:
-        raise ValueError(f"the schedule has version {version}, this zfx reads up to {VERSION}: read it with a newer zfx")
-    body = {key: value for key, value in data.items() if key not in ("format", "version")}
-    return _decode(body, Schedule, "schedule")
+    return _FORM.from_dict(data)
 
 
 def to_json(schedule: Schedule) -> str:
@@ -102,7 +83,7 @@ def to_json(schedule: Schedule) -> str:
         >>> from_json(to_json(schedule)) == schedule
         True
     """
-    return json.dumps(to_dict(schedule), indent=1, allow_nan=False) + "\n"
+    return _FORM.to_json(schedule)
 
 
 def from_json(text: str) -> Schedule:
@@ -111,25 +92,7 @@ def from_json(text: str) -> Schedule:
     Raises:
         ValueError: the text is not JSON, repeats a key, or as `from_dict`.
     """
-
-    def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError(f"a key stands twice in one object with the keys {_brief([key for key, _ in pairs])}")
-        return found
-
-    def no_constant(name: str) -> None:
-        raise ValueError(f'{name} is not JSON: write "inf", "-inf" or "nan"')
-
-    if not isinstance(text, str):
-        raise ValueError(f"expected JSON text, got {_brief(text)}")
-    try:
-        data = json.loads(text, object_pairs_hook=no_twins, parse_constant=no_constant)
-    except RecursionError:
-        raise ValueError("not a zfx schedule: nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"not a zfx schedule: {error}") from None
-    return from_dict(data)
+    return _FORM.from_json(text)
 
 
 def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
@@ -201,17 +164,7 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         ValueError: another suffix, or as `to_dict`.
         OSError: the file cannot be written.
     """
-    target = os.path.realpath(path)
-    content = writer_of(path)(schedule)
-    part = os.path.join(os.path.dirname(target), f".zfx-{secrets.token_hex(8)}.part")
-    try:
-        with open(part, "xb") as file:
-            file.write(content)
-        os.replace(part, target)
-    except BaseException:
-        if os.path.exists(part):
-            os.unlink(part)
-        raise
+    write_whole(path, writer_of(path)(schedule))
 
 
 def writer_of(path: str | os.PathLike[str]) -> Callable[[Schedule], bytes]:
@@ -337,73 +290,3 @@ def _quote(text: str) -> str:
     """A DOT string that Graphviz shows as the text: it reads backslashes and `&` as escapes; other odd characters are spelt out."""
     lines = [printable(line).replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;") for line in text.split("\n")]
     return '"' + "\\n".join(lines) + '"'
-
-
-def _brief(value: Any) -> str:
-    return reprlib.repr(value)  # bounded in length and in depth, whatever the value is
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    """The fields of a dataclass, in order, with their types."""
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in fields(cls)}
-
-
-def _encode(value: Any, hint: Any, where: str) -> Any:
-    if get_origin(hint) is tuple:
-        if not isinstance(value, tuple):
-            raise ValueError(f"{where} must be a tuple, got {_brief(value)}")
-        return [_encode(item, get_args(hint)[0], f"{where}[{i}]") for i, item in enumerate(value)]
-    if hint in _RECORDS:
-        if not isinstance(value, hint):
-            raise ValueError(f"{where} must be a {hint.__name__}, got {_brief(value)}")
-        return {name: _encode(getattr(value, name), kind, f"{where}.{name}") for name, kind in _hints(hint).items()}
-    if hint is float and isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    return _scalar(value, hint, where)
-
-
-def _decode(value: Any, hint: Any, where: str) -> Any:
-    if get_origin(hint) is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{where} must be a list, got {_brief(value)}")
-        return tuple(_decode(item, get_args(hint)[0], f"{where}[{i}]") for i, item in enumerate(value))
-    if hint in _RECORDS:
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{where} must be an object, got {_brief(value)}")
-        hints = _hints(hint)
-        for problem, found in (("lacks the", set(hints) - set(value)), ("has unknown", set(value) - set(hints))):
-            if found:
-                raise ValueError(f"{where} {problem} fields {_brief(sorted(map(str, found)))}; its fields are {', '.join(hints)}")
-        values = {name: _decode(value[name], kind, f"{where}.{name}") for name, kind in hints.items()}
-        try:
-            return hint(**values)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-    if hint is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
-        return float(value)
-    return _scalar(value, hint, where)
-
-
-def _scalar(value: Any, hint: Any, where: str) -> Any:
-    """The value as the plain bool, int, float or str that the hint declares."""
-    if get_origin(hint) is types.UnionType:
-        return None if value is None else _scalar(value, get_args(hint)[0], where)
-    if get_origin(hint) is Literal:
-        if isinstance(value, str) and value in get_args(hint):
-            return value
-        raise ValueError(f"{where} must be one of {', '.join(get_args(hint))}, got {_brief(value)}")
-    try:
-        if hint is bool and isinstance(value, bool):
-            return value
-        if hint is str and isinstance(value, str):
-            return value.encode("utf-8").decode("utf-8")
-        if hint is int and not isinstance(value, bool):
-            return operator.index(value)
-        if hint is float and not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value):
-            return float(value)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    expected = {bool: "true or false", str: "Unicode text", int: "a whole number", float: "a number"}[hint]
-    raise ValueError(f"{where} must be {expected}, got {_brief(value)}")

@@ -26,7 +26,8 @@ What is held, exactly, and after every single instruction (not only at steps):
 
 When it happens, by the cost model: compute runs step after step; gathers have one channel and reductions another, each first in,
 first out. A collective starts when compute has reached its launch and the one before it on its channel is over. `wait` and
-`wait_reduce` stall compute until theirs is over. `launch_us` of compute time is booked at each `wait` and each `reduce_scatter`.
+`wait_reduce` stall compute until theirs is over. `CostModel.busy_us` of compute time is booked at each `wait` and each
+`reduce_scatter`.
 
 `max_live_parameters` bounds gathered + packing, in elements; `memory_budget` bounds the sum of all, in bytes, at each step.
 """

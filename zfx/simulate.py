@@ -2,7 +2,7 @@
 
 It follows the definitions at the top of `ir.py`, takes what is held from `replay.py`, and shares no code with the passes.
 
-    compute   | s0 | s1 |    exposed    |o| s2 |            o: launch_us, booked where a gather is waited for
+    compute   | s0 | s1 |    exposed    |o| s2 |            o: busy_us, booked where a gather is waited for
     gather         ^launch [==== b ====]^wait                  and where a reduction is launched
     reduce
 
@@ -28,7 +28,7 @@ class Channel:
     Attributes:
         name: e.g. "gather".
         launch, wait: the instructions that put a transfer into the queue, and that stall compute until it is over.
-        books: the one of the two at which `CostModel.launch_us` of compute time is booked.
+        books: the one of the two at which `CostModel.busy_us` of compute time is booked.
         size: the field of `Parameter` that says how many bytes each member brings.
         link: the field of `CostModel` that says how long they take.
     """
@@ -215,15 +215,19 @@ class _Clock:
             if instruction.kind == channel.wait:
                 self._land(channel, instruction)
             if instruction.kind == channel.books:
-                self.now += self._costs.launch_us
-                self.overhead += self._costs.launch_us
+                busy_us = self._costs.busy_us(self._bytes(channel, instruction))
+                self.now += busy_us
+                self.overhead += busy_us
             if instruction.kind == channel.launch:
                 self._launch(channel, instruction)
         return self.now
 
-    def _launch(self, channel: Channel, instruction: Instruction) -> None:
+    def _bytes(self, channel: Channel, instruction: Instruction) -> int:
         sizes = self._sizes[channel.name]
-        num_bytes = sum(sizes.get(name, 0) for name in instruction.parameters)
+        return sum(sizes.get(name, 0) for name in instruction.parameters)
+
+    def _launch(self, channel: Channel, instruction: Instruction) -> None:
+        num_bytes = self._bytes(channel, instruction)
         start_us = max(self.now, self._free[channel.name])
         end_us = self._free[channel.name] = start_us + getattr(self._costs, channel.link).us(num_bytes)
         self._flying[channel.name, instruction.bucket] = len(self.spans)
