@@ -6,7 +6,7 @@ The search space is all schedules that the verifier accepts, less what can't mat
                  also before the turn for the backward's reads, in which case the parameter is kept (`over_turn=False`: not so)
     keeping      after each read a parameter is released or kept for its next one, where `max_reuse_distance` allows it
     waits        for gathers as late as the reads, the turn and the order of buckets allow: earlier gains nothing
-    reductions   any order and any buckets (`reduce_bucket_size`) of complete gradients, launched at any point, waited for at any point
+    reductions   any order, any buckets (`reduce_bucket_size`) of complete gradients, launched at any point, waited for at any point
     a point      releases first, but for waits for reductions, and waits for gathers last; the rest in any order
 
 under `max_live_parameters` and `memory_budget` after every instruction and during every step. Labels that are not worse in any
@@ -28,7 +28,7 @@ Trail = tuple["Trail", Instruction] | None
 
 @dataclass(frozen=True)
 class Label:
-    """Where a schedule may stand: what is live, about to be released, in flight, not reduced yet, kept over the turn; and the clock."""
+    """Where a schedule may stand: what is live, to be released, in flight, not reduced yet, kept over the turn; and the clock."""
 
     now: float = 0.0
     live: int = 0
@@ -42,7 +42,8 @@ class Label:
 
     @property
     def key(self) -> tuple[object, ...]:
-        return self.live, self.dying, tuple(m for m, _ in self.gathers), self.pending, tuple(m for m, _ in self.reductions), self.kept
+        gathers, reductions = (tuple(members for members, _ in flights) for flights in (self.gathers, self.reductions))
+        return self.live, self.dying, gathers, self.pending, reductions, self.kept
 
     @property
     def times(self) -> tuple[float, ...]:
