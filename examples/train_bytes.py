@@ -77,6 +77,12 @@ class ByteGPT(nn.Module):
         return self.head(self.norm(x))
 
 
+def example(batch: int = 4, seq: int = 64) -> tuple[nn.Module, Tensor]:
+    """What `zfx plan train_bytes --world-size 8` plans: the model of the default settings, without weights, and its input."""
+    with torch.device("meta"):
+        return ByteGPT(layers=6, dim=192, heads=6, context=seq), torch.zeros(batch, seq, dtype=torch.long)
+
+
 # The data: text that is on every machine with Python.
 
 

@@ -14,8 +14,10 @@ their last use, and inputs by the boxed calling convention, so a reference never
 
 from __future__ import annotations
 
+import math
 import operator
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -74,7 +76,7 @@ class _Lowering:
         self.plan: fx.Node | None = None
 
     def run(self) -> fx.GraphModule:
-        todo = list(self.part.instructions())
+        todo = deque(self.part.instructions())
         first = self._first_point()
         point = first
         for node in self.gm.graph.nodes:
@@ -86,12 +88,12 @@ class _Lowering:
             if is_collective(node):
                 continue
             if node.op == "output":
-                self._emit(todo, len(todo))
+                self._emit(todo, math.inf)
                 self._leave_carried()
                 self.graph.output(fx.map_arg(node.args[0], self._resolve))
                 continue
             if node.op == "call_function":
-                self._emit(todo, sum(1 for i in todo if i.point <= point))
+                self._emit(todo, point)
                 point += 1
             self._copy(node)
         return self._module()
@@ -155,10 +157,10 @@ class _Lowering:
     def _call(self, function: str, args: tuple[Any, ...], name: str) -> fx.Node:
         return self.graph.create_node("call_function", getattr(self.runtime, function), args, name=name)
 
-    def _emit(self, todo: list[Instruction], count: int) -> None:
-        for instruction in todo[:count]:
+    def _emit(self, todo: deque[Instruction], point: float) -> None:
+        while todo and todo[0].point <= point:
+            instruction = todo.popleft()
             getattr(self, f"_emit_{instruction.kind}")(instruction)
-        del todo[:count]
 
     def _bucket(self, instruction: Instruction) -> Bucket:
         assert instruction.bucket is not None

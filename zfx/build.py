@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import fx
@@ -14,11 +14,13 @@ from torch import fx
 from . import runtime
 from .agreement import digest_of
 from .bucket import Transfers
+from .costs import CostModel
 from .ir import Bucket, Program, Schedule
 from .passes import plan
 from .passes.extract import extract
 from .passes.lower import Part, lower
 from .passes.window import plan_windows
+from .shard import Layout
 from .verify import verify
 from .window import backward_runner, forward_runner
 
@@ -28,32 +30,62 @@ if TYPE_CHECKING:
 log = logging.getLogger("zfx")
 
 
+@dataclass(frozen=True)
+class Capture:
+    """The graphs of one call of a model. They do not depend on the world size, the costs or the limits: capture once, plan often.
+
+    Attributes:
+        backward: None for a call without gradients.
+        num_outputs: as `extract` takes it.
+    """
+
+    layouts: tuple[Layout, ...]
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    num_outputs: int | None
+
+    def program(self, world_size: int, costs: CostModel) -> Program:
+        """What `world_size` ranks, each with the captured shapes, would run at these costs."""
+        layouts = [replace(layout, world_size=world_size) for layout in self.layouts]
+        return extract(self.forward, self.backward, layouts, world_size, costs, self.num_outputs)
+
+
 class Planned(Exception):
     """Ends a planning-only call: the plan is made, nothing runs."""
 
 
-_planning_only = False
+class Captured(Exception):
+    """Ends a capture-only call, before anything is planned."""
+
+    def __init__(self, found: Capture) -> None:
+        self.found = found
+        super().__init__("captured")
+
+
+_only: Literal["capture", "plan"] | None = None
 
 
 @contextlib.contextmanager
-def planning_only() -> Iterator[None]:
-    """Inside, a captured graph is planned and then raises `Planned` instead of running."""
-    global _planning_only
-    _planning_only = True
+def only(what: Literal["capture", "plan"]) -> Iterator[None]:
+    """Inside, a call ends once its graphs are captured, or planned and lowered, by raising `Captured` or `Planned`."""
+    global _only
+    _only = what
     try:
         yield
     finally:
-        _planning_only = False
+        _only = None
 
 
 def plan_graphs(
     blueprint: Blueprint, forward: fx.GraphModule, backward: fx.GraphModule | None = None, num_outputs: int | None = None
 ) -> tuple[Schedule, ...]:
     """Verified schedules over a forward and, in training, its backward: one for each kind of micro-batch."""
+    captured = Capture(blueprint.layouts, forward, backward, num_outputs)
+    if _only == "capture":
+        raise Captured(captured)
     start = time.perf_counter()
-    program = extract(forward, backward, blueprint.layouts, blueprint.world_size, blueprint.settings.costs, num_outputs)
     settings = blueprint.settings
-    program = replace(program, uniform=settings.uniform)
+    program = replace(captured.program(blueprint.world_size, settings.costs), uniform=settings.uniform)
     schedules = plan_windows(
         lambda p: plan(p, settings.limits, check=verify, passes=settings.passes), program, settings.accumulate
     )
@@ -74,7 +106,7 @@ def attach(blueprint: Blueprint, schedules: Sequence[Schedule], forward: fx.Grap
     """Leave word for `compile_part`, which AOTAutograd calls with these graphs (or copies of them) later on."""
     numbers = blueprint.add(schedules)
     forward.meta["zfx"], backward.meta["zfx"] = (numbers, "forward"), (numbers, "backward")
-    if _planning_only:  # the backward would only be asked for by a backward
+    if _only == "plan":  # the backward would only be asked for by a backward
         compile_part(blueprint, backward)
 
 
@@ -87,7 +119,7 @@ def compile_part(blueprint: Blueprint, gm: fx.GraphModule) -> Callable[[list[Any
     last = _lowered(blueprint, gm, numbers[-1], phase)
     for middle in numbers[1:-1]:
         blueprint.graphs[middle][phase] = last if phase == "forward" else first
-    if _planning_only:
+    if _only == "plan":
         return _stop
     assert blueprint.window is not None
     if phase == "forward":
@@ -108,7 +140,7 @@ def _lowered(blueprint: Blueprint, gm: fx.GraphModule, number: int, phase: Liter
 
 
 def _runs(lowered: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    return _stop if _planning_only else runtime.runner(lowered)
+    return _stop if _only == "plan" else runtime.runner(lowered)
 
 
 def _stop(args: list[Any]) -> Any:

@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from . import build
 from ._compat import allow_rnn, aot_autograd, dynamo_errors, recompile_limit
-from .build import Planned
+from .build import Captured, Planned
 from .errors import CaptureError, ZfxError
 from .ops import ALL_GATHER
 from .partition import partition
@@ -119,7 +119,7 @@ def explained(check: Callable[[], None], has_rnn: bool) -> Iterator[None]:
     except dynamo_errors as error:
         inner: BaseException | None = error
         while inner is not None:
-            if isinstance(inner, (ZfxError, Planned)):
+            if isinstance(inner, (ZfxError, Planned, Captured)):
                 raise inner from None
             inner = getattr(inner, "inner_exception", None) or inner.__cause__
         check()

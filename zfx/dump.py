@@ -164,11 +164,20 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         ValueError: another suffix, or as `to_dict`.
         OSError: the file cannot be written.
     """
+    write_whole(path, writer_of(path)(schedule))
+
+
+def writer_of(path: str | os.PathLike[str]) -> Callable[[Schedule], bytes]:
+    """What makes the content of such a file.
+
+    Raises:
+        ValueError: no known suffix.
+    """
     name = os.path.basename(os.fspath(path)).lower()
     suffix = next((s for s in _WRITERS if name.endswith(s)), None)
     if suffix is None or name.endswith(".trace.json"):
         raise ValueError(f"cannot save a schedule as {os.fspath(path)!r}: the suffix must be one of {', '.join(_WRITERS)}")
-    write_whole(path, _WRITERS[suffix](schedule))
+    return _WRITERS[suffix]
 
 
 def _graphml(schedule: Schedule) -> bytes:

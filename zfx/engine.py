@@ -5,14 +5,16 @@ It hangs on the model and holds no reference to it, so that both die together. I
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from . import build, capture
 from .blueprint import Blueprint
@@ -180,27 +182,63 @@ class Engine:
     def plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
         """Capture with example inputs and plan; nothing is computed, nothing is sent."""
         schedules, count = self.blueprint.schedules, len(self.blueprint.schedules)
-        if self.blueprint.channels is None:
-            grad = torch.is_grad_enabled()
-            shards = [
-                _example_shard(layout, slot.holder[slot.key], grad) for layout, slot in zip(self.blueprint.layouts, self.slots)
-            ]
-        else:
-            shards = self.shards()
-        try:
-            with capture.explained(lambda: self.check_modules(model), self.has_rnn), build.planning_only():
-                self.compiled(model, shards, args, kwargs)
-        except build.Planned:
-            pass
+        with contextlib.suppress(build.Planned), build.only("plan"):
+            self._trace(model, args, kwargs)
         if len(schedules) == count:
             raise CaptureError("nothing new was captured: these inputs already have a plan", advice="see model.zfx.schedules")
         return schedules[-1]
 
+    def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> build.Capture:
+        """Capture with example inputs, and no more."""
+        try:
+            with build.only("capture"):
+                self._trace(model, args, kwargs)
+        except build.Captured as captured:
+            return captured.found
+        raise CaptureError("nothing was captured: these inputs already have a plan", advice="capture before the first plan")
 
-def _example_shard(layout: Layout, param: torch.Tensor, grad: bool) -> torch.Tensor:
+    def _trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with capture.explained(lambda: self.check_modules(model), self.has_rnn):
+            if self.blueprint.channels is not None:
+                self.compiled(model, self.shards(), args, kwargs)
+                return
+            params = [slot.holder[slot.key] for slot in self.slots]
+            shards = [_example_shard(layout, param) for layout, param in zip(self.blueprint.layouts, params)]
+            args, kwargs = tree_map_only(torch.Tensor, _stand_in, (args, kwargs))
+            with _meta_replaced(model):
+                self.compiled(model, shards, args, kwargs)
+
+
+def _example_shard(layout: Layout, param: torch.Tensor) -> torch.Tensor:
     shape = (layout.chunk, *layout.shape[1:]) if layout.shape else ()
-    shard = torch.empty(shape, dtype=layout.dtype, device=param.device)  # never written, so a CPU never pays for it
-    return shard.requires_grad_() if grad and param.requires_grad else shard
+    shard = torch.empty(shape, dtype=layout.dtype, device=_real(param.device))  # never written, so a CPU never pays for it
+    return shard.requires_grad_() if torch.is_grad_enabled() and param.requires_grad else shard
+
+
+# [Note: no meta tensors] Torch traces them otherwise than what will run: attention falls apart into its products, and some
+# operators (the loss of a language model among them) lose their backward. So CPU tensors that nobody writes stand in for them.
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_meta:
+        return tensor
+    return torch.empty_like(tensor, device="cpu").requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def _meta_replaced(model: nn.Module) -> Iterator[None]:
+    """See [Note: no meta tensors]: for the time being, buffers and other tensors of the modules stand in, too."""
+    holders = [holder for module in model.modules() for holder in (module._buffers, module.__dict__)]
+    found = [(h, key, v) for h in holders for key, v in h.items() if isinstance(v, torch.Tensor) and v.is_meta]
+    for holder, key, tensor in found:
+        holder[key] = _stand_in(tensor)
+    try:
+        yield
+    finally:
+        for holder, key, tensor in found:
+            holder[key] = tensor
 
 
 def _inverse(order: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from . import dump, text
 from .bucket import Transfers
+from .build import Capture
 from .engine import Engine
 from .ir import Schedule
 from .shard import unique_parameters
@@ -60,6 +61,24 @@ class Handle:
             InfeasibleBudget: no schedule respects the limits.
         """
         return self._engine.plan(self._model, args, kwargs)
+
+    def capture(self, *args: Any, **kwargs: Any) -> Capture:
+        """The graphs of a call with these inputs, for planning them many times: other world sizes, costs and limits.
+
+        Nothing is planned, run or sent; as in `plan`, neither a process group nor memory for weights is needed.
+
+        Raises:
+            CaptureError: the forward can't be captured, or these inputs already have a plan.
+
+        Example:
+            >>> import torch, zfx
+            >>> with torch.device("meta"):
+            ...     model = zfx.compile(torch.nn.Linear(4, 4), world_size=2)
+            >>> captured = model.zfx.capture(torch.randn(3, 4, device="meta"))
+            >>> [captured.program(n, zfx.CostModel()).static_bytes for n in (1, 2, 4)]
+            [160, 80, 40]
+        """
+        return self._engine.capture(self._model, args, kwargs)
 
     def dump(self, path: str | os.PathLike[str], index: int | None = None) -> None:
         """Write a schedule to `path`: .json, .dot or .graphml by its suffix.

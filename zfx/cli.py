@@ -1,0 +1,565 @@
+"""The command line: plan before you rent, and look at, compare and check what was planned.
+
+    zfx plan TARGET --world-size 64 --device h100 --network nvlink:8,ib        zfx show FILE       zfx diff OLD NEW
+    zfx plan TARGET --find-world-size                                         zfx verify FILE     zfx calibrate
+    zfx plan TARGET --world-size 64 --sweep --out frontier.svg
+
+Exit codes: 0 yes; 1 no (does not fit, can't be captured, invalid); 2 the question makes no sense (a missing file, an unknown name).
+Results go to stdout, progress to stderr; with `--json`, stdout holds one JSON object whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from . import dump, tables, text
+from .costs import CostModel
+from .errors import CaptureError, InfeasibleBudget, ZfxError
+from .ir import Program, Schedule
+from .limits import Limits
+
+_NODE_SIZE = 8
+_CAPTURE_RANKS = 1024  # captured graphs do not depend on it
+
+app = typer.Typer(
+    help="Plan ZeRO-3 training on clusters that are not here; show, compare and verify schedules.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class No(Exception):
+    """The answer is no: exit code 1. `facts` go into the JSON."""
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        self.facts = facts
+        super().__init__(message)
+
+
+class Usage(Exception):
+    """The question makes no sense: exit code 2."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code. Never raises for what a user can do wrong."""
+    try:
+        code = app(list(arguments) or ["--help"], prog_name="zfx", standalone_mode=False)
+        return int(code or 0)
+    except (No, ZfxError) as error:
+        facts = dict(error.facts) if isinstance(error, No) else {"type": type(error).__name__, **vars(error)}
+        return _fail(arguments, str(error), 1, facts)
+    except (Usage, ValueError, OSError) as error:
+        return _fail(arguments, _reason(error), 2, {})
+    except KeyboardInterrupt:
+        return 130
+    except typer.TyperException as error:  # the parser's own
+        return _fail(arguments, error.format_message(), 2, {})
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def _fail(arguments: Sequence[str], message: str, code: int, facts: Mapping[str, Any]) -> int:
+    if "--json" in arguments:
+        tables.print_json({"error": {"message": message, **facts}, "exit_code": code})
+    else:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(Text(f"zfx: {message}"))
+    return code
+
+
+# ---- options -----------------------------------------------------------------------------------------------------------
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def amount(value: str) -> int:
+    """A whole number as people write it: `1e9`, `1_000`, `80GB`, `80 GiB`, `1.5G`.
+
+    Example:
+        >>> amount("80GB"), amount("1.5 GiB"), amount("1e9")
+        (80000000000, 1610612736, 1000000000)
+    """
+    compact = value.strip().replace("_", "").replace(" ", "")
+    number = compact.rstrip("kKmMgGtTiIbB")
+    unit = compact[len(number) :].lower().removesuffix("b")
+    try:
+        found = float(number) * _UNITS[unit]
+    except (ValueError, KeyError):
+        raise typer.BadParameter(f"{value!r} is not an amount such as 1e9, 80GB or 80GiB") from None
+    if not math.isfinite(found) or found != int(found) or found < 0:
+        raise typer.BadParameter(f"{value!r} is not a whole amount of at least 0")
+    return int(found)
+
+
+def _budget(value: str) -> str:
+    return value if value in ("auto", "none") else str(amount(value))
+
+
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="module:function, file.py:function, hf:path/to/config.json, or an example's name.")
+]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A schedule as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+def _elements(name: str, what: str) -> Any:
+    return typer.Option(f"--{name.replace('_', '-')}", parser=amount, metavar="ELEMENTS", help=what)
+
+
+# ---- commands ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def plan(
+    target: Target,
+    world_size: Annotated[int | None, typer.Option("--world-size", "-n", metavar="N", help="Ranks.")] = None,
+    device: Annotated[str, typer.Option(help="A preset (a100, h100, ...) or custom:...")] = "h100",
+    network: Annotated[str, typer.Option(help="Tiers from the inside out.")] = "nvlink:8,ib",
+    costs: Annotated[
+        Path | None, typer.Option(help="Measured costs, as `zfx calibrate` writes them, in place of the presets.")
+    ] = None,
+    margin: Annotated[float, typer.Option(help="Share of the device's memory to keep free.")] = 0.1,
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-fp32 or none.")] = "adamw",
+    seq: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows on each rank.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the parameters.")] = None,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Recompute each layer's activations (transformers models).")
+    ] = False,
+    backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Training, or the forward alone.")] = True,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches an optimizer step.")] = 1,
+    uniform: Annotated[bool, typer.Option("--uniform", help="Every rank runs these very shapes: see zfx.compile.")] = False,
+    memory_budget: Annotated[
+        str,
+        typer.Option(parser=_budget, metavar="BYTES|auto|none", help="auto: the device's memory, less margin and optimizer."),
+    ] = "auto",
+    max_live_parameters: Annotated[int | None, _elements("max_live_parameters", "Default: none under a memory budget.")] = None,
+    max_reuse_distance: Annotated[int | None, _elements("max_reuse_distance", "Default: none under a memory budget.")] = None,
+    prefetch_bucket_size: Annotated[int | None, _elements("prefetch_bucket_size", "Most that one all-gather carries.")] = None,
+    reduce_bucket_size: Annotated[int | None, _elements("reduce_bucket_size", "Most that one reduce-scatter carries.")] = None,
+    param_persistence_threshold: Annotated[int | None, _elements("param_persistence_threshold", "Kept if this small.")] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Step time against memory; --out may then be a .png or .svg.")] = False,
+    points: Annotated[int, typer.Option(help="Of the sweep.")] = 8,
+    find_world_size: Annotated[bool, typer.Option("--find-world-size", help="How few ranks the model fits on.")] = False,
+    out: Annotated[list[Path] | None, typer.Option(help="Write the schedule: .json, .dot, .graphml, ... May be repeated.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a model for a cluster: memory, time, volume, and how far from the best possible. Needs no GPU and no weights."""
+    from . import target as targets
+    from .estimate import OPTIMIZERS
+
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    os.environ.pop("RANK", None)  # whoever started this, a job script perhaps, must not make it wait for other ranks
+    if (world_size is None) != find_world_size:
+        raise Usage("say --world-size N or --find-world-size, one of the two")
+    if sweep and find_world_size:
+        raise Usage("--sweep is for one --world-size")
+    for name, value in (("world-size", world_size), ("seq", seq), ("batch", batch), ("accumulate", accumulate)):
+        if value is not None and value < 1:
+            raise Usage(f"--{name} must be at least 1, got {value}")
+    if sweep and points < 2:
+        raise Usage(f"--points must be at least 2, got {points}")
+    if not 0 <= margin < 1:
+        raise Usage(f"--margin must be a share from 0 up to 1, got {margin}")
+    if optimizer not in OPTIMIZERS:
+        raise Usage(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
+    _check_out(out or [], sweep)
+    elements = {
+        "max_live_parameters": max_live_parameters,
+        "max_reuse_distance": max_reuse_distance,
+        "prefetch_bucket_size": prefetch_bucket_size,
+        "reduce_bucket_size": reduce_bucket_size,
+        "param_persistence_threshold": param_persistence_threshold,
+    }
+    cluster = _Cluster(
+        device, network, costs, margin, optimizer, memory_budget, {k: v for k, v in elements.items() if v is not None}
+    )
+    if world_size is not None:
+        cluster.costs_at(world_size)  # wrong names are told before the long work
+    found = targets.load(target, batch=batch, seq=seq, dtype=dtype)
+    if checkpoint:
+        _checkpoint(found)
+    captured = _captured(found, backward)
+
+    def program_at(ranks: int) -> Program:
+        return replace(captured.program(ranks, cluster.costs_at(ranks)), uniform=uniform)
+
+    if find_world_size:
+        world_size = _fewest(captured, cluster, program_at, as_json)
+    assert world_size is not None
+    with _busy("preparing"):
+        program = program_at(world_size)
+    question = {"target": found.name, "device": device, "network": network, "optimizer": OPTIMIZERS[optimizer].rule}
+    if sweep:
+        _sweep(captured, program, cluster, points, accumulate, question, out or [], as_json)
+    else:
+        _plan_once(captured, program, cluster, accumulate, question, found.num_tokens, out or [], as_json)
+
+
+@app.command()
+def show(
+    file: File,
+    full: Annotated[bool, typer.Option("--full", help="Every step and every name.")] = False,
+    totals: Annotated[bool, typer.Option("--report", help="Totals only.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print a schedule."""
+    schedule = _read(file)
+    if as_json:
+        from .estimate import facts_of
+
+        tables.print_json({"file": str(file), **facts_of(schedule)})
+    else:
+        print(text.report(schedule) if totals else text.render(schedule, full=full))
+
+
+@app.command()
+def verify(file: File, as_json: AsJson = False) -> None:
+    """Check a schedule against every rule, and list what breaks them."""
+    from .verify import RULES, violations
+
+    schedule = _read(file)
+    found = list(violations(schedule))
+    if as_json:
+        rows = [{"rule": v.rule, "message": str(v), "step": v.step, "parameter": v.parameter} for v in found]
+        tables.print_json({"file": str(file), "valid": not found, "violations": rows})
+    else:
+        for violation in found:
+            print(text.printable(str(violation)))
+        print(f"{file}: {f'{len(found):,} violations' if found else f'valid by all {len(RULES)} rules'}")
+    if found:
+        raise typer.Exit(1)
+
+
+@app.command("diff")
+def compare(
+    old: Annotated[Path, typer.Argument(metavar="OLD")],
+    new: Annotated[Path, typer.Argument(metavar="NEW")],
+    rows: Annotated[int, typer.Option(help="Most rows of each kind.")] = 10,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="1 if they differ.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what changed between two schedules: limits, what is kept, buckets, gathers and releases that moved, totals."""
+    from .diff import diff
+
+    found = diff(_read(old), _read(new))
+    if as_json:
+        tables.print_json({"old": str(old), "new": str(new), "same": not found, "differences": found})
+    else:
+        tables.print_diff(found, rows)
+    if found and exit_code:
+        raise typer.Exit(1)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="Where to write the costs.")] = Path("costs.json"),
+    rounds: Annotated[int, typer.Option(help="How many times everything is measured.")] = 9,
+    as_json: AsJson = False,
+) -> None:
+    """Measure costs on the machine at hand (under torchrun: on the cluster), and write them for `zfx plan --costs`."""
+    from .calibrate import calibrate as measure
+    from .calibrate import save_costs
+
+    if rounds < 1:
+        raise Usage(f"--rounds must be at least 1, got {rounds}")
+    _check_folder(out)
+    with _bar("measuring", rounds) as advance:
+        costs = measure(num_rounds=rounds, progress=lambda done, total, what: advance() if done else None)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    save_costs(costs, out)
+    if as_json:
+        tables.print_json({"out": str(out), **asdict(costs)})
+    else:
+        tables.print_costs(costs, out)
+
+
+# ---- plan --------------------------------------------------------------------------------------------------------------
+
+
+class _Cluster:
+    """What the options say of the cluster and the limits."""
+
+    def __init__(
+        self, device: str, network: str, costs: Path | None, margin: float, optimizer: str, budget: str, elements: Mapping[str, int]
+    ) -> None:
+        from .estimate import OPTIMIZERS
+        from .presets import device_for
+
+        self.device, self.network, self.margin, self.budget = device, network, margin, budget
+        self.optimizer = OPTIMIZERS[optimizer]
+        self.memory_bytes = device_for(device).memory_bytes
+        self.measured = None if costs is None else _read_costs(costs)
+        self.elements = elements
+        Limits(**elements)
+
+    def costs_at(self, world_size: int) -> CostModel:
+        from .presets import costs_for
+
+        return self.measured or costs_for(self.device, self.network, world_size)
+
+    def optimizer_bytes(self, captured: Any, program: Program) -> int:
+        from .estimate import optimizer_bytes
+
+        return optimizer_bytes(captured, program, self.optimizer)
+
+    def limits(self, captured: Any, program: Program) -> Limits:
+        """Under a memory budget DeepSpeed's element counts bound nothing, unless they were given."""
+        from .estimate import NO_BOUND
+
+        if self.budget == "none":
+            return Limits(**self.elements)
+        room = int(self.memory_bytes * (1 - self.margin)) - self.optimizer_bytes(captured, program)
+        budget = max(room, 0) if self.budget == "auto" else int(self.budget)
+        return Limits(**{"max_live_parameters": NO_BOUND, "max_reuse_distance": NO_BOUND, **self.elements, "memory_budget": budget})
+
+
+def _read_costs(path: Path) -> CostModel:
+    from .calibrate import load_costs
+
+    return load_costs(path)
+
+
+def _checkpoint(found: Any) -> None:
+    enable = getattr(found.model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise Usage("--checkpoint is for transformers models; use torch.utils.checkpoint in a model of your own")
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _captured(found: Any, backward: bool) -> Any:
+    import torch
+
+    from .api import compile as compile_
+
+    found.model.train(backward)
+    model = compile_(found.model, world_size=_CAPTURE_RANKS)
+    with _busy(f"capturing {found.name}"), torch.set_grad_enabled(backward):
+        try:
+            captured = model.zfx.capture(*found.args, **found.kwargs)
+        except CaptureError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            line = next((part for part in str(error).splitlines() if part.strip()), type(error).__name__)
+            raise No(f"{found.name} can't be called with these inputs: {line}") from error
+    if backward and captured.backward is None:
+        raise No(
+            f"{found.name}: no output of this call depends on a parameter that needs a gradient, so there is no backward to plan; "
+            "say --no-backward to plan the forward alone"
+        )
+    return captured
+
+
+def _plan_once(
+    captured: Any,
+    program: Program,
+    cluster: _Cluster,
+    accumulate: int,
+    question: dict[str, Any],
+    num_tokens: int | None,
+    out: Sequence[Path],
+    as_json: bool,
+) -> None:
+    from .estimate import estimate, facts, least
+
+    limits, optimizer_bytes = cluster.limits(captured, program), cluster.optimizer_bytes(captured, program)
+    device = {"device_bytes": cluster.memory_bytes, "margin": cluster.margin}
+    with _busy(f"planning {len(program.steps):,} steps"):
+        try:
+            found, refusal = estimate(program, limits, optimizer_bytes, accumulate), None
+        except InfeasibleBudget as error:
+            found, refusal = least(program, optimizer_bytes), error
+    answer = {**question, **device, "fits": refusal is None, **facts(found)}
+    answer["limits"] = {f.name: getattr(limits, f.name) for f in fields(limits)}
+    if refusal is None:
+        answer["tokens_per_second"] = num_tokens and num_tokens * program.world_size * accumulate / (found.step_us / 1e6)
+        for path in out:
+            _save(found.schedules, path)
+    else:
+        answer["error"] = {"message": str(refusal), "type": type(refusal).__name__, **vars(refusal)}
+    if as_json:
+        tables.print_json(answer)
+    else:
+        tables.print_plan(answer)
+    if refusal is not None:
+        raise typer.Exit(1)
+
+
+def _save(schedules: Sequence[Schedule], path: Path) -> None:
+    """One file; with several kinds of micro-batches one for each, named for its window."""
+    for schedule in schedules:
+        window = schedule.program.window
+        name = path.name if len(schedules) == 1 else f"{path.name.partition('.')[0]}.{window}.{path.name.partition('.')[2]}"
+        dump.save(schedule, path.with_name(name))
+
+
+def _check_out(paths: Sequence[Path], sweep: bool) -> None:
+    """A wrong name is told before the long work."""
+    for path in paths:
+        _check_folder(path)
+        if sweep:
+            if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+                raise Usage(f"cannot draw {path}: --sweep writes .png, .svg or .pdf")
+            try:
+                import matplotlib  # noqa: F401
+            except ImportError:
+                raise Usage("drawing needs matplotlib: pip install 'zfx[cli]'") from None
+        else:
+            dump.writer_of(path)
+
+
+def _check_folder(path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        raise Usage(f"cannot write {path}: there is no folder {path.parent}")
+
+
+def _fewest(captured: Any, cluster: _Cluster, program_at: Callable[[int], Program], as_json: bool) -> int:
+    from .sweep import MOST_RANKS, find_world_size
+
+    with _busy("finding the fewest ranks") as said:
+        answer = find_world_size(
+            program_at,
+            lambda program: cluster.limits(captured, program),
+            _node_size(cluster.network),
+            MOST_RANKS,
+            lambda ranks, fits: said(f"finding the fewest ranks: {ranks:,} {'fit' if fits else 'are too few'}"),
+        )
+    if answer.world_size is None:
+        assert answer.refused is not None
+        ranks, refusal = answer.refused
+        raise No(
+            f"no number of ranks is enough; {ranks:,} come closest: {refusal}",
+            world_size=None,
+            type="InfeasibleBudget",
+            **vars(refusal),
+        )
+    if not as_json:
+        before = f"; {answer.refused[0]:,} are too few" if answer.refused else ""
+        print(f"fewest ranks: {answer.world_size:,}{before}\n")
+    return answer.world_size
+
+
+def _node_size(network: str) -> int:
+    """How many ranks the innermost tier reaches, if the network says so."""
+    ranks = re.match(r"[^,]*?:(\d+)", network)
+    return int(ranks[1]) if ranks else _NODE_SIZE
+
+
+def _sweep(
+    captured: Any,
+    program: Program,
+    cluster: _Cluster,
+    num_points: int,
+    accumulate: int,
+    question: dict[str, Any],
+    out: Sequence[Path],
+    as_json: bool,
+) -> None:
+    from .estimate import Estimate, facts
+    from .sweep import frontier
+
+    optimizer_bytes = cluster.optimizer_bytes(captured, program)
+    found: list[Estimate] = []
+    with _bar("planning", num_points) as advance:
+        for one in frontier(program, cluster.limits(captured, program), optimizer_bytes, num_points, accumulate):
+            found.append(one)
+            advance()
+    room = int(cluster.memory_bytes * (1 - cluster.margin))
+    rows = [{"fits": one.peak_bytes + one.optimizer_bytes <= room, **facts(one)} for one in found]
+    answer = {
+        **question,
+        "device_bytes": cluster.memory_bytes,
+        "margin": cluster.margin,
+        "world_size": program.world_size,
+        "points": rows,
+    }
+    for path in out:
+        _draw(answer, path)
+    if as_json:
+        tables.print_json(answer)
+    else:
+        tables.print_sweep(answer)
+
+
+def _draw(answer: Mapping[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    points = sorted((row["memory"]["total_bytes"] / 1e9, row["time"]["step_us"] / 1e6, row["fits"]) for row in answer["points"])
+    axes.step([x for x, _, _ in points], [y for _, y, _ in points], where="post", color="tab:blue", alpha=0.6)
+    for wanted, color, label in ((True, "tab:blue", "fits"), (False, "tab:red", "does not fit")):
+        chosen = [(x, y) for x, y, fits in points if fits == wanted]
+        if chosen:
+            axes.plot(*zip(*chosen), "o", color=color, label=label)
+    room = answer["device_bytes"] * (1 - answer["margin"]) / 1e9
+    axes.axvline(room, color="grey", linestyle="--", label=f"{answer['device']}, less {answer['margin']:.0%}")
+    compute_us = answer["points"][0]["time"]["compute_us"]
+    axes.axhline(compute_us / 1e6, color="grey", linestyle=":", label="compute alone")
+    axes.set_xlabel("peak memory of a rank with optimizer state (GB)")
+    axes.set_ylabel("predicted time of an optimizer step (s)")
+    axes.set_title(f"{answer['target']}\n{answer['world_size']:,} x {answer['device']}, {answer['network']}")
+    axes.legend()
+    figure.savefig(path)
+
+
+# ---- files and progress ------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> Schedule:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise Usage(f"{path} is not a zfx schedule: it is no text") from None
+    try:
+        return dump.from_json(content)
+    except ValueError as error:
+        raise Usage(f"{path}: {error}") from None
+
+
+@contextlib.contextmanager
+def _busy(what: str) -> Iterator[Callable[[str], None]]:
+    """A spinner with a clock where stderr is a terminal; elsewhere a line at the end of what took over a second."""
+    console, start = Console(stderr=True), time.monotonic()
+    progress = Progress(
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=console, transient=True
+    )
+    progress.disable = not console.is_terminal
+    with progress:
+        task = progress.add_task(what)
+        yield lambda text: progress.update(task, description=text)
+    if not console.is_terminal and time.monotonic() - start > 1:
+        print(f"{what}: {time.monotonic() - start:.0f} s", file=console.file)
+
+
+@contextlib.contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[], None]]:
+    console, start = Console(stderr=True), time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
+    if not console.is_terminal and time.monotonic() - start > 1:
+        print(f"{what} {total} times: {time.monotonic() - start:.0f} s", file=console.file)
