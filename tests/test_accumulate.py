@@ -117,7 +117,7 @@ def live_bytes(limits: zfx.Limits) -> list[tuple[str, list[int], list[int]]]:
         for window in ("first", "middle", "last"):
             seen: list[tuple[str, int]] = []
             with GatheredMeter() as meter:
-                for name, value in _carried(model):
+                for value in model._zfx_engine.window._values:
                     meter.add(value)
                 meter.on_node = lambda node, num_bytes: seen.append((node.meta.get("zfx_step"), num_bytes))  # noqa: B023
                 model(ids).square().mean().backward()
@@ -130,11 +130,6 @@ def live_bytes(limits: zfx.Limits) -> list[tuple[str, list[int], list[int]]]:
             steps = [name for name in planned if name != "turn"]
             rows.append((window, [*(measured[s] for s in steps), left], [*(planned[s] for s in steps), states[-1].gathered_bytes]))
     return rows
-
-
-def _carried(model: Any) -> list[tuple[str, torch.Tensor]]:
-    window = model._zfx_engine.window
-    return list(zip(window._names, window._values))
 
 
 @pytest.mark.parametrize("name", LIMITS)

@@ -11,6 +11,7 @@ from .costs import CostModel, Link, Rate
 from .errors import CaptureError, InfeasibleBudget, RankMismatch, ScheduleError, ZfxError
 from .ir import Program, Schedule
 from .limits import Limits
+from .precision import Precision
 
 __all__ = [
     "CaptureError",
@@ -18,6 +19,7 @@ __all__ = [
     "InfeasibleBudget",
     "Limits",
     "Link",
+    "Precision",
     "Program",
     "RankMismatch",
     "Rate",

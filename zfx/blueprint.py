@@ -17,6 +17,7 @@ from .channels import Channels
 from .ir import CostModel, Schedule
 from .limits import Limits
 from .ops import BLUEPRINTS
+from .precision import Precision
 from .shard import Layout
 from .window import Window
 
@@ -42,12 +43,13 @@ class Blueprint:
         costs: CostModel,
         channels: Channels | None,
         accumulate: int = 1,
+        precision: Precision = Precision(),  # noqa: B008  frozen
     ) -> None:
         self.model_name, self.layouts = model_name, tuple(layouts)
         self.names = tuple(layout.name for layout in layouts)
         self.index = {name: i for i, name in enumerate(self.names)}
         self.world_size, self.limits, self.costs, self.channels = world_size, limits, costs, channels
-        self.accumulate = accumulate
+        self.accumulate, self.precision = accumulate, precision
         self.window: weakref.ref[Window] | None = None  # the engine's, where `accumulate` is above 1
         self.schedules: list[Schedule] = []
         self.read_in_backward: set[str] = set()  # parameters that the backward of some schedule reads
@@ -57,7 +59,9 @@ class Blueprint:
 
     def again(self) -> Blueprint:
         """The same for another model of the same shape: nothing captured yet."""
-        return Blueprint(self.model_name, self.layouts, self.world_size, self.limits, self.costs, self.channels, self.accumulate)
+        return Blueprint(
+            self.model_name, self.layouts, self.world_size, self.limits, self.costs, self.channels, self.accumulate, self.precision
+        )
 
     def add(self, schedules: Sequence[Schedule]) -> range:
         """Keep the schedules of one captured graph, one a kind of micro-batch, and room for their graphs; their numbers."""
