@@ -2,7 +2,7 @@
 
 The life of a plan, in order. Each entry is one file, and its docstring states the problem, the guarantee and the cost.
 
-    extract.py   two graphs -> `Program`                                             (needs torch; not imported here)
+    extract.py   two graphs -> `Program`, durations by duration.py                   (needs torch; not imported here)
     demand.py    gather_on_demand    the schedule that holds least; refuses limits that nothing fits
     keep.py      keep_parameters     which reads share one gather
     gather.py    bucket_gathers      which gathers are launched together
@@ -24,8 +24,9 @@ differently shaped data issue the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from zfx.errors import PassError, ScheduleError, ZfxError
 from zfx.ir import Limits, Program, Schedule
 
 from .demand import gather_on_demand
@@ -50,22 +51,36 @@ PIPELINE: tuple[Pass, ...] = (
 )
 
 
-def stages(program: Program, limits: Limits) -> Iterator[tuple[Pass, Schedule]]:
-    """Each pass of `PIPELINE` with the schedule that it returned."""
+def stages(program: Program, limits: Limits, passes: Sequence[Pass] = PIPELINE) -> Iterator[tuple[Pass, Schedule]]:
+    """Each pass with the schedule that it returned.
+
+    Raises:
+        PassError: a pass raised, or did not return a schedule of this program under these limits.
+    """
     schedule = Schedule(program, limits)
-    for run in PIPELINE:
-        schedule = run(schedule)
+    for run in passes:
+        schedule = _result(run, schedule)
         yield run, schedule
 
 
-def plan(program: Program, limits: Limits, *, check: Callable[[Schedule], object] | None = None) -> Schedule:
+def plan(
+    program: Program,
+    limits: Limits,
+    *,
+    check: Callable[[Schedule], object] | None = None,
+    passes: Sequence[Pass] = PIPELINE,
+) -> Schedule:
     """The schedule of a program under limits.
 
     Args:
         check: called with the schedule before it is returned; `zfx.verify.verify` in production.
+        passes: what to run in place of `PIPELINE`, from the empty schedule on. `check` then sees every pass's schedule, so that
+            its `ScheduleError` names the pass that broke a rule.
 
     Raises:
         InfeasibleBudget: no schedule fits the limits.
+        PassError: a pass raised, or did not return a schedule of this program under these limits.
+        ValueError: no passes.
 
     Example:
         >>> from zfx.ir import Parameter, Step
@@ -73,12 +88,39 @@ def plan(program: Program, limits: Limits, *, check: Callable[[Schedule], object
         >>> [(i.kind, i.point) for i in plan(program, Limits()).instructions]
         [('all_gather', 0), ('wait', 0), ('release', 1)]
     """
-    schedule = Schedule(program, limits)
-    for run in PIPELINE:
-        schedule = run(schedule)
-    if check is not None:
+    if not passes:
+        raise ValueError("passes must name at least one pass, such as zfx.passes.gather_on_demand")
+    own = tuple(passes) != PIPELINE
+    for run, schedule in stages(program, limits, passes):
+        if check is not None and own:
+            try:
+                check(schedule)
+            except ScheduleError as error:
+                raise error.after(name_of(run)) from None
+    if check is not None and not own:
         check(schedule)
     return schedule
 
 
-__all__ = ["PIPELINE", "Pass", "plan", "stages"]
+def name_of(run: Pass) -> str:
+    """A pass's name for messages: its function's, inside a `functools.partial` too, or its class's."""
+    run = getattr(run, "func", run)
+    return getattr(run, "__name__", type(run).__name__)
+
+
+def _result(run: Pass, schedule: Schedule) -> Schedule:
+    try:
+        result = run(schedule)
+    except ZfxError:
+        raise
+    except Exception as error:
+        raise PassError(name_of(run), f"raised {type(error).__name__}: {error}") from error
+    if not isinstance(result, Schedule):
+        raise PassError(name_of(run), f"returned {type(result).__name__}, not a Schedule")
+    for part in ("program", "limits"):
+        if getattr(result, part) != getattr(schedule, part):
+            raise PassError(name_of(run), f"returned a schedule of another {part}; a pass may only change what is done with it")
+    return result
+
+
+__all__ = ["PIPELINE", "Pass", "name_of", "plan", "stages"]

@@ -8,18 +8,15 @@ a saved tensor dies at its last use in the backward.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from zfx.ir import CostModel, Parameter, Phase, Program, Step
 
-# marks a placeholder of the backward that is a parameter kept across the turn; holds its name
-KEPT = "zfx_kept"
+from .duration import duration_us, nominal_us
+from .nodes import KEPT, aliased_inputs, is_collective, is_gather, is_reduction, storages
 
 
 class Sharded(Protocol):
@@ -155,6 +152,7 @@ class _Part:
         completes: dict[fx.Node, list[str]] = {}
         for node, name in self.gradients.items():
             completes.setdefault(node, []).append(name)
+        nominal = nominal_us(self.gm, costs)
         live = 0
         for i, node in enumerate(self.nodes):
             live += change[i]
@@ -167,6 +165,7 @@ class _Part:
                 tuple(completes.get(node, ())),
                 live,
                 duration_us(node, costs),
+                nominal.get(node, 0.0),
             )
 
 
@@ -185,74 +184,3 @@ def find_aliases(gm: fx.GraphModule, names: Sequence[str]) -> dict[fx.Node, str]
         if name is not None:
             found[node] = name
     return found
-
-
-def is_gather(node: fx.Node) -> bool:
-    return node.target is torch.ops.zfx.all_gather.default
-
-
-def is_reduction(node: fx.Node) -> bool:
-    return node.target is torch.ops.zfx.reduce_scatter.default
-
-
-def is_collective(node: fx.Node) -> bool:
-    return is_gather(node) or is_reduction(node)
-
-
-def storages(node: fx.Node) -> list[tuple[int, int]]:
-    """(identity, bytes) of every storage that the node's value uses, by the fake tensors of the trace."""
-    found = []
-    for value in _tensors(node.meta.get("val")):
-        if value.layout is torch.strided:
-            storage = value.untyped_storage()
-            found.append((storage._cdata, _number(storage.nbytes())))
-    return found
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _number(size: int | torch.SymInt) -> int:
-    """A size for counting: a symbolic one by the value that it had at capture."""
-    if isinstance(size, torch.SymInt):
-        return int(size.node.hint) if size.node.has_hint() else 0
-    return int(size)
-
-
-def aliased_inputs(node: fx.Node) -> Iterable[fx.Node]:
-    """Inputs that the output may be a view of, by the operator's schema (and for the one view that hides it)."""
-    if node.op != "call_function":
-        return ()
-    if node.target in (torch.ops.aten._unsafe_view.default, operator.getitem):
-        return node.all_input_nodes
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return ()
-    schema = node.target._schema
-    views = any(r.alias_info is not None for r in schema.returns)
-    return [a for a, arg in zip(node.args, schema.arguments) if views and arg.alias_info is not None and isinstance(a, fx.Node)]
-
-
-def duration_us(node: fx.Node, costs: CostModel) -> float:
-    """By flops where torch can count them, and by the bytes that the operator reads and writes; views take no time."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or any(True for _ in aliased_inputs(node)):
-        return 0.0
-    num_bytes = sum(n for source in (*node.all_input_nodes, node) for _, n in storages(source))
-    num_flops = _flops(target, node)
-    return costs.compute_us("matmul" if num_flops else "elementwise", num_flops, num_bytes)
-
-
-def _flops(target: torch._ops.OpOverload, node: fx.Node) -> int:
-    count: Callable[..., Any] | None = flop_registry.get(target.overloadpacket)
-    if count is None:
-        return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    try:
-        return _number(count(*args, **kwargs, out_val=node.meta.get("val")))
-    except (AssertionError, TypeError, ValueError, RuntimeError):  # a shape that the formula doesn't know: bytes decide
-        return 0

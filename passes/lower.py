@@ -26,7 +26,8 @@ from torch.fx.graph import _BoxedCodeGen
 
 from zfx.ir import Bucket, Instruction, Schedule
 
-from .extract import KEPT, find_aliases, is_collective, is_gather, is_reduction
+from .extract import find_aliases
+from .nodes import KEPT, is_collective, is_gather, is_reduction
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,9 @@ from .handle import Handle
 from .ir import CostModel
 from .leaf import make_leaves
 from .limits import Limits
+from .passes import PIPELINE, Pass
 from .precision import Precision
+from .settings import Settings
 from .shard import layout_of, shard_parameters, unique_parameters
 
 M = TypeVar("M", bound=nn.Module)
@@ -37,6 +39,8 @@ def compile(
     mesh: DeviceMesh | None = None,
     limits: Limits | None = None,
     costs: CostModel | None = None,
+    passes: Sequence[Pass] = PIPELINE,
+    uniform: bool = False,
     leaf_modules: Sequence[type[nn.Module] | nn.Module] = (),
     timeout: float = 60.0,
     accumulate: int = 1,
@@ -55,6 +59,10 @@ def compile(
         mesh: a 1-D DeviceMesh to shard over. Default: all ranks.
         limits: bounds of the schedule. Default: DeepSpeed's defaults, see `Limits`.
         costs: what compute and communication cost, see `CostModel`.
+        passes: the planning passes to run, in order, instead of `zfx.passes.PIPELINE`: most often `[*zfx.passes.PIPELINE, mine]`,
+            and the same on every rank. What each of them returns is verified. See docs/passes.md.
+        uniform: every rank runs the same shapes at each call, so that the time and memory of the captured steps may decide which
+            collectives there are, and not the parameters alone. Ranks that then run different shapes end in `RankMismatch`.
         leaf_modules: classes or instances whose forward can't be traced (RNNs, data-dependent experts): they run eagerly as one
             opaque node, and again in the backward; their parameters are gathered before and released after.
         accumulate: micro-batches (backwards) between two optimizer steps. Parameters do not change in between, so what the limits
@@ -76,11 +84,11 @@ def compile(
         2
     """
     _check_arguments(model, world_size, mesh, limits, costs, leaf_modules, timeout, accumulate, precision)
+    _check_planning(passes, uniform)
     mesh, world_size = _find_ranks(world_size, mesh)
     _check_model(model)
     if mesh is not None:
         _check_real(model)
-    limits, costs = limits or Limits(), costs or CostModel()
     entries = unique_parameters(model)
     precision = precision or Precision()
     layouts = [layout_of(owners[0].name, param, world_size, precision.for_module(owners[0].module)) for param, owners in entries]
@@ -94,7 +102,8 @@ def compile(
         shard_parameters(model, layouts, mesh, _device(mesh))
     _place_buffers(model, None if mesh is None else _device(mesh), precision.buffer_dtype)
     base = type(model)
-    blueprint = Blueprint(base.__name__, layouts, world_size, limits, costs, channels, accumulate, precision)
+    settings = Settings(limits or Limits(), costs or CostModel(), tuple(passes), uniform, accumulate, precision)
+    blueprint = Blueprint(base.__name__, layouts, world_size, settings, channels)
     for _, owners in entries:
         for owner in owners:
             owner.module.__dict__[MARK] = blueprint.id
@@ -175,6 +184,20 @@ def _check_arguments(
         raise ValueError(f"timeout must be a number of seconds above 0 and at most 30 days, got {timeout!r}")
     if isinstance(leaf_modules, (str, type, nn.Module)) or not isinstance(leaf_modules, Iterable):
         raise TypeError(f"leaf_modules must be a list of module classes or modules, got {leaf_modules!r}")
+
+
+def _check_planning(passes: Any, uniform: Any) -> None:
+    if not isinstance(passes, (list, tuple)):
+        raise TypeError(
+            f"passes must be a list of functions from Schedule to Schedule, such as [*zfx.passes.PIPELINE, my_pass], got {passes!r}"
+        )
+    for run in passes:
+        if not callable(run):
+            raise TypeError(f"passes must be functions from Schedule to Schedule, got {run!r}")
+    if not passes:
+        raise ValueError("passes must name at least one pass, such as zfx.passes.gather_on_demand")
+    if not isinstance(uniform, bool):
+        raise TypeError(f"uniform must be True or False, got {uniform!r}")
 
 
 def _check_model(model: nn.Module) -> None:

@@ -14,10 +14,9 @@ import torch
 from .agreement import digest_of
 from .bucket import Transfers
 from .channels import Channels
-from .ir import CostModel, Schedule
-from .limits import Limits
+from .ir import Schedule
 from .ops import BLUEPRINTS
-from .precision import Precision
+from .settings import Settings
 from .shard import Layout
 from .window import Window
 
@@ -31,7 +30,6 @@ class Blueprint:
         model_name: for messages.
         layouts: one a unique parameter, in the order of `unique_parameters`.
         channels: None where the model can only be planned.
-        accumulate: micro-batches between two optimizer steps.
     """
 
     def __init__(
@@ -39,18 +37,14 @@ class Blueprint:
         model_name: str,
         layouts: Sequence[Layout],
         world_size: int,
-        limits: Limits,
-        costs: CostModel,
+        settings: Settings,
         channels: Channels | None,
-        accumulate: int = 1,
-        precision: Precision = Precision(),  # noqa: B008  frozen
     ) -> None:
         self.model_name, self.layouts = model_name, tuple(layouts)
         self.names = tuple(layout.name for layout in layouts)
         self.index = {name: i for i, name in enumerate(self.names)}
-        self.world_size, self.limits, self.costs, self.channels = world_size, limits, costs, channels
-        self.accumulate, self.precision = accumulate, precision
-        self.window: weakref.ref[Window] | None = None  # the engine's, where `accumulate` is above 1
+        self.world_size, self.settings, self.channels = world_size, settings, channels
+        self.window: weakref.ref[Window] | None = None  # the engine's, where micro-batches are accumulated
         self.schedules: list[Schedule] = []
         self.read_in_backward: set[str] = set()  # parameters that the backward of some schedule reads
         self.graphs: list[dict[str, torch.fx.GraphModule]] = []
@@ -59,9 +53,7 @@ class Blueprint:
 
     def again(self) -> Blueprint:
         """The same for another model of the same shape: nothing captured yet."""
-        return Blueprint(
-            self.model_name, self.layouts, self.world_size, self.limits, self.costs, self.channels, self.accumulate, self.precision
-        )
+        return Blueprint(self.model_name, self.layouts, self.world_size, self.settings, self.channels)
 
     def add(self, schedules: Sequence[Schedule]) -> range:
         """Keep the schedules of one captured graph, one a kind of micro-batch, and room for their graphs; their numbers."""

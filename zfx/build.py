@@ -6,13 +6,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import fx
 
 from . import runtime
+from .agreement import digest_of
 from .bucket import Transfers
-from .ir import Bucket, Schedule
+from .ir import Bucket, Program, Schedule
 from .passes import plan
 from .passes.extract import extract
 from .passes.lower import Part, lower
@@ -49,9 +51,13 @@ def plan_graphs(
 ) -> tuple[Schedule, ...]:
     """Verified schedules over a forward and, in training, its backward: one for each kind of micro-batch."""
     start = time.perf_counter()
-    program = extract(forward, backward, blueprint.layouts, blueprint.world_size, blueprint.costs, num_outputs)
-    schedules = plan_windows(lambda p: plan(p, blueprint.limits), program, blueprint.accumulate)
-    for schedule in schedules:
+    program = extract(forward, backward, blueprint.layouts, blueprint.world_size, blueprint.settings.costs, num_outputs)
+    settings = blueprint.settings
+    program = replace(program, uniform=settings.uniform)
+    schedules = plan_windows(
+        lambda p: plan(p, settings.limits, check=verify, passes=settings.passes), program, settings.accumulate
+    )
+    for schedule in schedules[1:-1]:  # put together from the others
         verify(schedule)
     log.info(
         "%s: planned %d steps, %d buckets, kept %d parameters, in %.2f s",
@@ -119,6 +125,7 @@ def _run_plan(blueprint: Blueprint, part: Part) -> runtime.Plan:
     transfers = [_transfers(blueprint, b) if b else None for b in buckets]
     lines = [
         f"the {part.phase} of {blueprint.model_name}{_micro_batch(part)} on {blueprint.world_size} ranks",
+        *([_promise(part.schedule.program)] if blueprint.settings.uniform else []),
         *(_line(blueprint, b) for b in buckets if b),
     ]
     return runtime.Plan(transfers, blueprint.channels, lines, part.schedule.carried, blueprint.window)
@@ -127,6 +134,16 @@ def _run_plan(blueprint: Blueprint, part: Part) -> runtime.Plan:
 def _micro_batch(part: Part) -> str:
     window = part.schedule.program.window
     return "" if window == "only" else f" ({window} of the micro-batches)"
+
+
+def _promise(program: Program) -> str:
+    """What follows from the shapes, for ranks that say they are the same. Told even where the plans happen to be equal: a broken
+    promise fails at once, not at the first batch that is odd enough."""
+    digest = digest_of([f"{step.duration_us!r} {step.other_bytes}" for step in program.steps])
+    return (
+        f"{len(program.steps)} steps of {sum(step.duration_us for step in program.steps):,.1f} us (digest {digest:x}), which "
+        "uniform=True says are the same on every rank: drop uniform=True where ranks may run different shapes"
+    )
 
 
 def _transfers(blueprint: Blueprint, bucket: Bucket) -> Transfers:

@@ -6,6 +6,7 @@ Costs steer when collectives are launched and how they are bucketed. They change
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 def _check(record: object, above: tuple[str, ...] = (), least: tuple[str, ...] = ()) -> None:
@@ -40,7 +41,8 @@ class Rate:
     """The time of one kind of compute: `overhead_us` plus the larger of its flops and its bytes over their rates.
 
     Attributes:
-        kind: e.g. "matmul", "attention", "elementwise"; see `zfx.passes.duration.kind_of`.
+        kind: e.g. "matmul", "attention", "elementwise", see `zfx.passes.duration.kind_of`; with dots, as in "matmul.bfloat16", for
+            one precision, operator or shape only.
     """
 
     kind: str
@@ -55,13 +57,14 @@ class Rate:
         return self.overhead_us + max(num_flops / self.flops_per_us, num_bytes / self.bytes_per_us)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CostModel:
     """Costs of one kind of machine at one world size. The defaults are round numbers for one CPU core and loopback TCP.
 
     Attributes:
         gather, reduce: an all-gather of so many gathered bytes, a reduce-scatter of so many unreduced ones.
-        rates: compute by kind. A kind that is not listed takes the first one's.
+        rates: compute by kind. A kind takes the rate of its longest beginning that is listed ("matmul.bfloat16" may take that of
+            "matmul"), else the first one.
         launch_us: compute time that one collective takes from the rank that launches it, whether it overlaps or not (launching,
             packing, unpacking). The planner books it where a gather is waited for and where a reduction is launched.
         pack_threshold_bytes: parameters whose gathered size is below this travel packed in one buffer: copying them costs less
@@ -93,4 +96,16 @@ class CostModel:
         return self.reduce.us(num_bytes)
 
     def compute_us(self, kind: str, num_flops: int, num_bytes: int) -> float:
-        return next((rate for rate in self.rates if rate.kind == kind), self.rates[0]).us(num_flops, num_bytes)
+        return self.rate_of(kind).us(num_flops, num_bytes)
+
+    def rate_of(self, kind: str) -> Rate:
+        """The rate that a kind takes, see `rates`."""
+        found = self._by_kind.get(kind)
+        while found is None and kind:
+            kind = kind.rpartition(".")[0]
+            found = self._by_kind.get(kind)
+        return found or self.rates[0]
+
+    @cached_property
+    def _by_kind(self) -> dict[str, Rate]:
+        return {rate.kind: rate for rate in self.rates}

@@ -52,7 +52,8 @@ class Engine:
     def __init__(self, blueprint: Blueprint, slots: Sequence[Slot], forward: Callable[..., Any], has_rnn: bool) -> None:
         self.blueprint, self.slots, self.forward, self.has_rnn = blueprint, tuple(slots), forward, has_rnn
         self.eager = False
-        self.window = Window(blueprint.accumulate) if blueprint.accumulate > 1 else None
+        num_micro_batches = blueprint.settings.accumulate
+        self.window = Window(num_micro_batches) if num_micro_batches > 1 else None
         blueprint.window = None if self.window is None else weakref.ref(self.window)
         self.traced = self._make_traced(forward)
         self.compiled = capture.compiled(blueprint, self.traced)
@@ -63,9 +64,10 @@ class Engine:
         copy_leaves([m for m in memo.values() if isinstance(m, nn.Module)])
         slots = [replace(slot, holder=memo[id(slot.holder)]) for slot in self.slots]
         blueprint = self.blueprint.again()
-        for module in memo.values():
-            if isinstance(module, nn.Module) and module.__dict__.get(MARK) == self.blueprint.id:
-                module.__dict__[MARK] = blueprint.id
+        for copied in memo.values():
+            attributes = copied.__dict__ if isinstance(copied, nn.Module) else copied  # the outermost's are not in place yet
+            if isinstance(attributes, dict) and attributes.get(MARK) == self.blueprint.id:
+                attributes[MARK] = blueprint.id
         return Engine(blueprint, slots, self.forward, self.has_rnn)
 
     # ---- the call ------------------------------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ class Engine:
     def _make_traced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         blueprint_id = self.blueprint.id
         constants = tuple((list(o.shape), o.gathered_dtype, o.order, _inverse(o.order)) for o in self.blueprint.layouts)
-        precision = self.blueprint.precision
+        precision = self.blueprint.settings.precision
         places = tuple(slot.places for slot in self.slots)
 
         def traced(model: nn.Module, shards: list[torch.Tensor], args: Any, kwargs: Any) -> Any:

@@ -54,11 +54,31 @@ class ScheduleError(ZfxError):
         rule: name of the rule.
         step: index of the step (or point before it) where it is broken, or None.
         parameter: the parameter concerned, or None.
+        pass_name: the pass that returned it, where a user's own passes planned; else None.
     """
 
-    def __init__(self, message: str, *, rule: str, step: int | None = None, parameter: str | None = None) -> None:
-        self.rule, self.step, self.parameter = rule, step, parameter
-        super().__init__(f"[{rule}] {message}")
+    def __init__(
+        self, message: str, *, rule: str, step: int | None = None, parameter: str | None = None, pass_name: str | None = None
+    ) -> None:
+        self.rule, self.step, self.parameter, self.pass_name = rule, step, parameter, pass_name
+        self.message = message
+        super().__init__(f"[{rule}] {message}" if pass_name is None else f"[{rule}] after pass {pass_name!r}: {message}")
+
+    def after(self, pass_name: str) -> ScheduleError:
+        """The same error, which also says which pass returned the schedule."""
+        return ScheduleError(self.message, rule=self.rule, step=self.step, parameter=self.parameter, pass_name=pass_name)
+
+
+class PassError(ZfxError):
+    """A planning pass raised, or returned something other than a schedule of the program and the limits that it was given.
+
+    Attributes:
+        pass_name: name of the pass.
+    """
+
+    def __init__(self, pass_name: str, what: str) -> None:
+        self.pass_name = pass_name
+        super().__init__(f"pass {pass_name!r} {what}")
 
 
 class RankMismatch(ZfxError):

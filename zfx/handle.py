@@ -47,7 +47,7 @@ class Handle:
 
     @property
     def limits(self) -> Any:
-        return self._engine.blueprint.limits
+        return self._engine.blueprint.settings.limits
 
     def plan(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule that a call with these inputs would run, without running it.

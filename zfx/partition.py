@@ -20,7 +20,7 @@ from torch import fx
 from . import build
 from ._compat import CheckpointPolicy, default_partition
 from .ops import ALL_GATHER
-from .passes.extract import KEPT
+from .passes.nodes import KEPT
 
 if TYPE_CHECKING:
     from .blueprint import Blueprint

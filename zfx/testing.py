@@ -1,0 +1,235 @@
+"""For tests of planning passes: random programs, limits and costs, and what must hold of every schedule. Needs hypothesis.
+
+    from hypothesis import given
+    from zfx.passes import plan
+    from zfx.testing import assert_valid, problems
+
+    @given(problems())
+    def test_my_pass(problem):
+        assert_valid(my_pass(plan(*problem)))
+
+Programs are small and so are their numbers, so that limits, ties and full buckets are met often; times and bytes are whole
+numbers, so that equal means equal. docs/passes.md shows how a pass is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+try:
+    from hypothesis import strategies as st
+except ImportError:
+    raise ImportError("zfx.testing needs hypothesis, which zfx itself does not: pip install hypothesis") from None
+
+from .costs import CostModel, Link
+from .dump import from_json, to_json
+from .ir import Limits, Parameter, Phase, Program, Schedule, Step, Window
+from .verify import verify
+
+_SMALL = st.integers(0, 12)
+_LINKS = st.builds(Link, st.sampled_from([0.0, 1.0, 8.0]), st.sampled_from([1.0, 4.0, float("inf")]))
+_COSTS = st.builds(
+    CostModel,
+    _LINKS,
+    _LINKS,
+    launch_us=st.sampled_from([0.0, 1.0]),
+    pack_threshold_bytes=st.sampled_from([0, 20, 1000]),
+    bucket_bytes=st.sampled_from([0, 30, 60, 1000]),
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ strategies
+
+
+def costs() -> st.SearchStrategy[CostModel]:
+    """Costs in whole numbers, free and infinitely fast links among them."""
+    return _COSTS
+
+
+@st.composite
+def programs(
+    draw: st.DrawFn,
+    *,
+    max_parameters: int = 5,
+    max_steps: int = 6,
+    with_escapes: bool = True,
+    busy: bool = False,
+    costs: CostModel | None = None,
+    windows: Sequence[Window] = ("only",),
+    uniform: bool | None = False,
+) -> Program:
+    """A forward, and mostly a turn and a backward; any step reads anything, and gradients complete anywhere in the backward.
+
+    Args:
+        max_parameters, max_steps: most parameters, and most steps in each of forward and backward.
+        with_escapes: some parameters may leave as outputs.
+        busy: leave nothing out: two parameters or more, each of some size and with a gradient, a backward, and reads at every step.
+        costs: these costs. Default: any of `costs()`.
+        windows: which places among micro-batches to draw from, for programs with a backward; others are "only".
+        uniform: what `Program.uniform` is; None: either.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(programs(), lambda program: program.turn is not None).steps
+        (Step(name='turn', phase='turn', op='op', reads=(), completes=(), other_bytes=0, duration_us=0.0, nominal_us=0.0),)
+    """
+    least = 2 if busy else 0
+    size_of = st.integers(1, 12) if busy else _SMALL
+    trained_or_not = st.just(True) if busy else st.booleans()
+    shape = st.tuples(size_of, st.sampled_from([2, 4]), trained_or_not, st.integers(0, 2))
+    shapes = draw(st.lists(shape, min_size=least, max_size=max_parameters))
+    parameters = tuple(
+        Parameter(f"p{i}", size, size * width, size * width if trained else 0, max(0, size - padding))
+        for i, (size, width, trained, padding) in enumerate(shapes)
+    )
+    indices = st.integers(0, max(len(shapes) - 1, 0))
+    reads = st.lists(indices, min_size=int(busy), max_size=3, unique=True) if shapes else st.just([])
+    rows = st.lists(st.tuples(reads, _SMALL, _SMALL, _SMALL), min_size=least, max_size=max_steps)
+    forward, has_backward = draw(rows), busy or draw(st.booleans())
+    backward = draw(rows) if has_backward else []
+    completed_at = {i: draw(st.integers(0, len(backward) - 1)) for i, s in enumerate(shapes) if backward and s[2]}
+    escapes = draw(st.lists(indices, max_size=2, unique=True)) if shapes and with_escapes and draw(st.booleans()) else []
+    steps = [_step(f"f{t}", "forward", row, ()) for t, row in enumerate(forward)]
+    if has_backward:
+        turn_reads = [i for i in escapes if draw(st.booleans())]
+        steps.append(_step("turn", "turn", (turn_reads, draw(_SMALL), draw(_SMALL), 0), ()))
+    for t, row in enumerate(backward):
+        steps.append(_step(f"b{t}", "backward", row, tuple(f"p{i}" for i in completed_at if completed_at[i] == t)))
+    return Program(
+        parameters,
+        tuple(steps),
+        world_size=2,
+        escapes=tuple(f"p{i}" for i in escapes),
+        static_bytes=draw(_SMALL),
+        costs=costs or draw(_COSTS),
+        uniform=draw(st.booleans()) if uniform is None else uniform,
+        window=draw(st.sampled_from(windows)) if has_backward else "only",
+    )
+
+
+def _step(name: str, phase: Phase, row: tuple[list[int], int, int, int], completes: tuple[str, ...]) -> Step:
+    reads, other_bytes, duration, nominal = row
+    return Step(name, phase, "op", tuple(f"p{i}" for i in reads), completes, other_bytes, float(duration), float(nominal))
+
+
+@st.composite
+def limits(draw: st.DrawFn, program: Program, *, with_budget: bool | None = None) -> Limits:
+    """Limits under which the program has a schedule: often exactly enough, sometimes ample.
+
+    Args:
+        with_budget: whether there is a `memory_budget`; None: either.
+    """
+    slack = st.one_of(st.just(0), st.integers(0, 40), st.just(10_000))
+    budget = draw(st.booleans()) if with_budget is None else with_budget
+    sizes = st.sampled_from([0, 10, 20, 10_000])
+    return Limits(
+        max_live_parameters=smallest_max_live(program) + draw(slack),
+        max_reuse_distance=draw(sizes),
+        prefetch_bucket_size=draw(sizes),
+        reduce_bucket_size=draw(sizes),
+        param_persistence_threshold=draw(st.sampled_from([0, 5, 10_000])),
+        memory_budget=smallest_budget(program) + draw(st.one_of(slack, st.integers(0, 200))) if budget else None,
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, with_budget: bool | None = None, **options: object) -> tuple[Program, Limits]:
+    """A program and limits that it fits: the arguments of `zfx.passes.plan`.
+
+    Args:
+        with_budget: as in `limits`.
+        options: as in `programs`.
+    """
+    program = draw(programs(**options))  # type: ignore[arg-type]
+    return program, draw(limits(program, with_budget=with_budget))
+
+
+# -------------------------------------------------------------------------------------------------- programs for exact numbers
+
+
+def chain(n: int, *, size: int = 10, duration_us: float = 50.0, costs: CostModel | None = None, repeat: int = 1) -> Program:
+    """n equal layers: layer i reads parameter i in the forward and, in reverse order, in the backward.
+
+    forward  p0 p1 ... pn-1  | turn |  backward  pn-1 ... p1 p0
+
+    Args:
+        size: elements of each parameter, of 4 bytes each.
+        repeat: steps that each layer takes, in the forward and in the backward.
+    """
+    parameters = tuple(Parameter(f"p{i}", size, 4 * size, 4 * size) for i in range(n))
+    steps = [
+        Step(f"f{i}.{k}", "forward", "op", (f"p{i}",), duration_us=duration_us, other_bytes=8)
+        for i in range(n)
+        for k in range(repeat)
+    ]
+    steps.append(Step("turn", "turn"))
+    for i in reversed(range(n)):
+        for k in range(repeat):
+            done = (f"p{i}",) if k == repeat - 1 else ()
+            steps.append(Step(f"b{i}.{k}", "backward", "op", (f"p{i}",), done, duration_us=duration_us, other_bytes=8))
+    return Program(parameters, tuple(steps), world_size=2, costs=costs or CostModel())
+
+
+# ----------------------------------------------------------------------------------------------------- what must hold
+
+
+def assert_valid(schedule: Schedule) -> None:
+    """Raise unless the verifier accepts the schedule and its JSON reads back as the same schedule.
+
+    Raises:
+        ScheduleError: a rule of the verifier is broken.
+        AssertionError: the JSON reads back as another schedule.
+
+    Example:
+        >>> from zfx.passes import plan
+        >>> assert_valid(plan(chain(3), Limits()))
+    """
+    verify(schedule)
+    if from_json(to_json(schedule)) != schedule:
+        raise AssertionError("the schedule's JSON reads back as another schedule")
+
+
+def smallest_max_live(program: Program) -> int:
+    """The most elements that one step needs: what it reads and what has escaped. The definition, in quadratic time."""
+    return max((_needed(program, t, "num_elements") for t in range(len(program.steps))), default=0)
+
+
+def smallest_budget(program: Program) -> int:
+    """The most bytes that one step or point needs, every gradient reduced alone where it completes. By definition."""
+    return max(bytes_needed(program), default=0)
+
+
+def bytes_needed(program: Program) -> list[int]:
+    """By step, with what is reduced just before it (and, for the last, just after it)."""
+    sizes, needed = {p.name: p for p in program.parameters}, []
+    for t, step in enumerate(program.steps):
+        grads = sum(sizes[name].grad_bytes for name in step.completes)
+        needed.append(program.static_bytes + step.other_bytes + _needed(program, t, "num_bytes") + grads)
+    for t, step in enumerate(program.steps):
+        last = t + 1 == len(program.steps)
+        other = 0 if last else program.steps[t + 1].other_bytes
+        escaped = sum(sizes[name].num_bytes for name in program.escapes if any(name in s.reads for s in program.steps[: t + 1]))
+        completed = [sizes[name].grad_bytes for name in step.completes]
+        exchange = max((sum(completed[i:]) + completed[i] for i in range(len(completed))), default=0)
+        at = min(t + 1, len(program.steps) - 1)
+        needed[at] = max(needed[at], program.static_bytes + other + escaped + exchange)
+    return needed
+
+
+def _needed(program: Program, t: int, unit: str) -> int:
+    sizes = {p.name: getattr(p, unit) for p in program.parameters}
+    escaped = {name for name in program.escapes if any(name in s.reads for s in program.steps[: t + 1])}
+    return sum(sizes[name] for name in escaped | set(program.steps[t].reads))
+
+
+__all__ = [
+    "assert_valid",
+    "bytes_needed",
+    "chain",
+    "costs",
+    "limits",
+    "problems",
+    "programs",
+    "smallest_budget",
+    "smallest_max_live",
+]
