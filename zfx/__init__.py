@@ -11,6 +11,7 @@ from .costs import CostModel, Link, Rate
 from .errors import CaptureError, InfeasibleBudget, PassError, RankMismatch, ScheduleError, ZfxError
 from .ir import Program, Schedule
 from .limits import Limits
+from .precision import Precision
 
 __all__ = [
     "CaptureError",
@@ -19,6 +20,7 @@ __all__ = [
     "Limits",
     "Link",
     "PassError",
+    "Precision",
     "Program",
     "RankMismatch",
     "Rate",
