@@ -195,7 +195,7 @@ def gradients_by_several_lists() -> list[list[torch.Tensor]]:
 
 
 def test_passes_change_no_bit_of_the_result() -> None:
-    for usual, others in run_ranks(2, gradients_by_several_lists):
+    for usual, others in run_ranks(2, gradients_by_several_lists, timeout=180):
         assert all(torch.equal(a, b) for a, b in zip(usual, others, strict=True))
 
 
@@ -206,7 +206,7 @@ def test_ranks_with_other_passes_are_told() -> None:
 
 
 def test_ranks_that_break_the_promise_of_equal_shapes_are_told_to_drop_it() -> None:
-    same = run_ranks(2, gradients, PIPELINE, True, (3, 3))
+    same = run_ranks(2, gradients, PIPELINE, True, (3, 3), timeout=180)
     assert all(torch.equal(a, b) for a, b in zip(*same, strict=True))
     for outcome in rank_outcomes(2, gradients, PIPELINE, True, (3, 5), timeout=60):
         assert outcome.error and outcome.error.type_name == "RankMismatch", str(outcome)
