@@ -90,7 +90,7 @@ def plan(
         [('all_gather', 0), ('wait', 0), ('release', 1)]
     """
     if not passes:
-        raise ValueError("passes must name at least one pass, such as zfx.passes.gather_on_demand")
+        raise ValueError("passes must name at least one pass; zfx.passes.PIPELINE is the usual list")
     own = tuple(passes) != PIPELINE
     for run, schedule in stages(program, limits, passes):
         if check is not None and own:

@@ -26,13 +26,14 @@ import zfx
 from examples.custom_pass import most_steps_ahead, prefetch_at_most
 from tests.harness import rank_outcomes, run_ranks
 from zfx.ir import Schedule
-from zfx.passes import PIPELINE, gather_on_demand, plan, stages
+from zfx.passes import PIPELINE, plan, stages
 from zfx.replay import replay
 from zfx.testing import assert_valid, chain, problems, programs
 from zfx.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASE_ALL = zfx.Limits(max_reuse_distance=0, param_persistence_threshold=0)
+FIRST = PIPELINE[0]  # makes a whole schedule from the program alone
 
 
 # ------------------------------------------------------------------------------------------- passes that break the contract
@@ -99,7 +100,7 @@ def test_the_cause_of_what_a_pass_raised_is_kept() -> None:
 @pytest.mark.parametrize(("broken", "name"), [(forgets_waits, "forgets_waits"), (Forgetful(), "Forgetful")])
 @pytest.mark.parametrize("place", [1, 5, len(PIPELINE)])
 def test_the_pass_that_broke_the_schedule_is_named_even_if_a_later_one_mends_it(broken, name, place) -> None:  # type: ignore[no-untyped-def]
-    passes = [*PIPELINE[:place], broken, gather_on_demand]
+    passes = [*PIPELINE[:place], broken, FIRST]
     with pytest.raises(zfx.ScheduleError, match=rf"^\[launched_once\] after pass '{name}': ") as caught:
         plan(chain(3), RELEASE_ALL, check=verify, passes=passes)
     assert (caught.value.rule, caught.value.pass_name) == ("launched_once", name)
@@ -166,10 +167,10 @@ def test_the_error_is_the_users_not_one_of_capturing(broken, error) -> None:  # 
 
 
 def test_a_copy_of_the_model_keeps_the_passes_and_the_promise() -> None:
-    model = zfx.compile(mlp(), 2, limits=RELEASE_ALL, passes=[gather_on_demand], uniform=True)
+    model = zfx.compile(mlp(), 2, limits=RELEASE_ALL, passes=[FIRST], uniform=True)
     copied, usual = copy.deepcopy(model), zfx.compile(mlp(), 2, limits=RELEASE_ALL)
     schedules = [m.zfx.plan(torch.ones(3, 4)) for m in (model, copied, usual)]
-    assert schedules[0] == schedules[1] == gather_on_demand(Schedule(schedules[0].program, RELEASE_ALL))
+    assert schedules[0] == schedules[1] == FIRST(Schedule(schedules[0].program, RELEASE_ALL))
     assert [s.program.uniform for s in schedules] == [True, True, False]
     assert schedules[0].buckets != schedules[2].buckets
 
@@ -185,16 +186,16 @@ def gradients(passes: tuple, uniform: bool, rows: tuple[int, int]) -> list[torch
 
 
 def other_passes_on_rank_1() -> None:
-    gradients(PIPELINE if dist.get_rank() == 0 else (gather_on_demand,), False, (3, 3))
+    gradients(PIPELINE if dist.get_rank() == 0 else (FIRST,), False, (3, 3))
 
 
 def gradients_by_several_lists() -> list[list[torch.Tensor]]:
-    lists = (PIPELINE, (gather_on_demand, partial(prefetch_at_most, num_steps=1)))
+    lists = (PIPELINE, (FIRST, partial(prefetch_at_most, num_steps=1)))
     return [gradients(passes, False, (3, 5)) for passes in lists]
 
 
 def test_passes_change_no_bit_of_the_result() -> None:
-    for usual, others in run_ranks(2, gradients_by_several_lists):
+    for usual, others in run_ranks(2, gradients_by_several_lists, timeout=180):
         assert all(torch.equal(a, b) for a, b in zip(usual, others, strict=True))
 
 
@@ -205,7 +206,7 @@ def test_ranks_with_other_passes_are_told() -> None:
 
 
 def test_ranks_that_break_the_promise_of_equal_shapes_are_told_to_drop_it() -> None:
-    same = run_ranks(2, gradients, PIPELINE, True, (3, 3))
+    same = run_ranks(2, gradients, PIPELINE, True, (3, 3), timeout=180)
     assert all(torch.equal(a, b) for a, b in zip(*same, strict=True))
     for outcome in rank_outcomes(2, gradients, PIPELINE, True, (3, 5), timeout=60):
         assert outcome.error and outcome.error.type_name == "RankMismatch", str(outcome)
@@ -286,9 +287,9 @@ def test_the_example_never_holds_more(problem, num_steps) -> None:  # type: igno
 
 def test_the_example_holds_one_layer_on_a_chain_without_prefetching() -> None:
     slow = zfx.Link(latency_us=0.0, bytes_per_us=0.1)
-    program = chain(6, costs=zfx.CostModel(gather=slow, reduce=slow, bucket_bytes=0))
-    usual = plan(program, RELEASE_ALL)
-    capped = plan(program, RELEASE_ALL, check=verify, passes=[*PIPELINE, partial(prefetch_at_most, num_steps=0)])
+    program, limits = chain(6, costs=zfx.CostModel(gather=slow, reduce=slow)), replace(RELEASE_ALL, prefetch_bucket_size=0)
+    usual = plan(program, limits)
+    capped = plan(program, limits, check=verify, passes=[*PIPELINE, partial(prefetch_at_most, num_steps=0)])
     assert most_steps_ahead(usual) > 0
     assert max(state.num_live for state in replay(capped)) == 1
 

@@ -216,7 +216,7 @@ def _check_planning(passes: Any, uniform: Any) -> None:
         if not callable(run):
             raise TypeError(f"passes must be functions from Schedule to Schedule, got {run!r}")
     if not passes:
-        raise ValueError("passes must name at least one pass, such as zfx.passes.gather_on_demand")
+        raise ValueError("passes must name at least one pass; zfx.passes.PIPELINE is the usual list")
     if not isinstance(uniform, bool):
         raise TypeError(f"uniform must be True or False, got {uniform!r}")
 
