@@ -64,8 +64,8 @@ def main() -> None:
     slow = zfx.Link(latency_us=1_000.0, bytes_per_us=100.0)
     model = zfx.compile(
         model,
-        limits=zfx.Limits(max_reuse_distance=0, param_persistence_threshold=0),
-        costs=zfx.CostModel(gather=slow, reduce=slow, bucket_bytes=0),
+        limits=zfx.Limits(max_reuse_distance=0, prefetch_bucket_size=0, param_persistence_threshold=0),
+        costs=zfx.CostModel(gather=slow, reduce=slow),
         passes=[*PIPELINE, partial(prefetch_at_most, num_steps=num_steps)],
     )
     optimizer = torch.optim.AdamW(model.parameters())

@@ -286,7 +286,7 @@ def test_the_example_never_holds_more(problem, num_steps) -> None:  # type: igno
 
 def test_the_example_holds_one_layer_on_a_chain_without_prefetching() -> None:
     slow = zfx.Link(latency_us=0.0, bytes_per_us=0.1)
-    program = chain(6, costs=zfx.CostModel(gather=slow, reduce=slow, bucket_bytes=0))
+    program = chain(6, costs=zfx.CostModel(gather=slow, reduce=slow))
     usual = plan(program, RELEASE_ALL)
     capped = plan(program, RELEASE_ALL, check=verify, passes=[*PIPELINE, partial(prefetch_at_most, num_steps=0)])
     assert most_steps_ahead(usual) > 0
