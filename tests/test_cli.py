@@ -535,7 +535,7 @@ def test_checkpointing_trades_memory_for_time(folder: Path) -> None:
     unwrapped = {s.duration_us for s in plain.steps if s.phase == "forward" and "attention" in s.op}
     wrapped = [s for s in recomputed.steps if "rng_state" in s.op]
     assert len(wrapped) == 4 and {s.phase for s in wrapped} == {"forward", "backward"}
-    assert {s.duration_us for s in wrapped} <= unwrapped | {0.0} and min(s.duration_us for s in wrapped) > 0
+    assert min(s.duration_us for s in wrapped) >= max(unwrapped) > 0
 
 
 @pytest.mark.slow
