@@ -10,6 +10,7 @@ no torch: a pass sees a `Schedule` and returns one. How to write such a pass, an
 from __future__ import annotations
 
 import argparse
+from collections import deque
 from dataclasses import replace
 from functools import partial
 
@@ -30,17 +31,22 @@ def prefetch_at_most(schedule: Schedule, *, num_steps: int) -> Schedule:
         before          gather . . . . . .  wait
         num_steps = 2             gather .  wait
 
-    Guarantee: what was held at any moment is not exceeded, so limits that were respected still are: a gather that moves only
-    starts later to take memory. Launches keep their order, since they and the waits were in order before. Cost: linear, but for
-    a sort of what is nearly sorted.
+    A launch that moves goes to the end of its new point, or before the first launch or wait there; all else stays where it is.
+
+    Guarantee: at no moment is more held than before, so limits that were respected still are: a gather that moves only starts later
+    to take memory. Launches keep their order, since they and the waits were in order. Cost: linear.
     """
     waits = {i.bucket: i.point for i in schedule.instructions if i.kind == "wait"}
-
-    def capped(i: Instruction) -> Instruction:
-        return replace(i, point=max(i.point, waits[i.bucket] - num_steps)) if i.kind == "all_gather" else i
-
-    moved = sorted(map(capped, schedule.instructions), key=lambda i: i.point)  # stable: at one point the order stays
-    return replace(schedule, instructions=tuple(moved))
+    order: list[Instruction] = []
+    moved: deque[Instruction] = deque()
+    for i in schedule.instructions:
+        while moved and (moved[0].point < i.point or (moved[0].point == i.point and i.kind in ("all_gather", "wait"))):
+            order.append(moved.popleft())
+        if i.kind == "all_gather" and waits[i.bucket] - i.point > num_steps:
+            moved.append(replace(i, point=waits[i.bucket] - num_steps))
+        else:
+            order.append(i)
+    return replace(schedule, instructions=tuple(order))
 
 
 def most_steps_ahead(schedule: Schedule) -> int:
@@ -64,8 +70,8 @@ def main() -> None:
     slow = zfx.Link(latency_us=1_000.0, bytes_per_us=100.0)
     model = zfx.compile(
         model,
-        limits=zfx.Limits(max_reuse_distance=0, param_persistence_threshold=0),
-        costs=zfx.CostModel(gather=slow, reduce=slow, bucket_bytes=0),
+        limits=zfx.Limits(max_reuse_distance=0, param_persistence_threshold=0, prefetch_bucket_size=0),
+        costs=zfx.CostModel(gather=slow, reduce=slow),
         passes=[*PIPELINE, partial(prefetch_at_most, num_steps=num_steps)],
     )
     optimizer = torch.optim.AdamW(model.parameters())

@@ -2,7 +2,7 @@
 
 The life of a plan, in order. Each entry is one file, and its docstring states the problem, the guarantee and the cost.
 
-    extract.py   two graphs -> `Program`, durations by duration.py                   (needs torch; not imported here)
+    extract.py   two graphs -> `Program`                                             (needs torch; not imported here)
     demand.py    gather_on_demand    the schedule that holds least; refuses limits that nothing fits
     keep.py      keep_parameters     which reads share one gather
     gather.py    bucket_gathers      which gathers are launched together
@@ -13,6 +13,7 @@ The life of a plan, in order. Each entry is one file, and its docstring states t
     lower.py     `Schedule` -> graphs with collectives                               (needs torch; not imported here)
 
     timeline.py, memory.py, timing.py    what the passes think in: intervals, bytes held, microseconds
+    duration.py, nodes.py                what extract.py and lower.py ask of a captured node   (need torch)
 
 The contract of a planning pass: `Schedule -> Schedule`, pure; program, limits and costs are in the schedule. From
 `gather_on_demand` on, *every* schedule between two passes is complete and passes the verifier: a pass only ever replaces a
@@ -89,7 +90,7 @@ def plan(
         [('all_gather', 0), ('wait', 0), ('release', 1)]
     """
     if not passes:
-        raise ValueError("passes must name at least one pass, such as zfx.passes.gather_on_demand")
+        raise ValueError("passes must name at least one pass; zfx.passes.PIPELINE is the usual list")
     own = tuple(passes) != PIPELINE
     for run, schedule in stages(program, limits, passes):
         if check is not None and own:

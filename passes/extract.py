@@ -27,6 +27,8 @@ class Sharded(Protocol):
 
     def parameter(self, trainable: bool) -> Parameter: ...
 
+    def shard_bytes(self, trainable: bool) -> int: ...
+
 
 def extract(
     forward: fx.GraphModule,
@@ -56,7 +58,7 @@ def extract(
     for step in program_steps:
         seen.update(dict.fromkeys((*step.reads, *step.completes)))
     known = {layout.name: layout for layout in layouts}
-    static = sum(p.num_bytes + p.grad_bytes for p in (known[n].parameter(n in trainable) for n in known)) // world_size
+    static = sum(layout.shard_bytes(layout.name in trainable) for layout in layouts)
     return Program(
         tuple(known[name].parameter(name in trainable) for name in seen),
         tuple(program_steps),

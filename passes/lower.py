@@ -83,7 +83,7 @@ class _Lowering:
             if node.op == "placeholder":
                 self._copy(node)
                 continue
-            if self.plan is None and todo:
+            if self.plan is None and (todo or self._found()):
                 self._begin()
             if is_collective(node):
                 continue
@@ -138,9 +138,13 @@ class _Lowering:
     def _begin(self) -> None:
         attribute = self.graph.get_attr("plan")
         self.plan = self._call("begin", (attribute,), "begin")
+        if self._found():
+            self._arrive(self._call("take", (self.plan,), "carried"), self._found())
+
+    def _found(self) -> tuple[str, ...]:
+        """Parameters that the micro-batch before left behind for this graph."""
         schedule = self.part.schedule
-        if self.part.phase == "forward" and schedule.program.window in ("middle", "last") and schedule.carried:
-            self._arrive(self._call("take", (self.plan,), "carried"), schedule.carried)
+        return schedule.carried if self.part.phase == "forward" and schedule.program.window in ("middle", "last") else ()
 
     def _arrive(self, values: fx.Node, names: Sequence[str]) -> None:
         """Name the items of a list of gathered values."""

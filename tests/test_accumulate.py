@@ -118,7 +118,8 @@ def live_bytes(limits: zfx.Limits) -> list[tuple[str, list[int], list[int]]]:
             seen: list[tuple[str, int]] = []
             with GatheredMeter() as meter:
                 for value in model._zfx_engine.window._values:
-                    meter.add(value)
+                    if value.dim():  # a 0-dim parameter is the shard itself
+                        meter.add(value)
                 meter.on_node = lambda node, num_bytes: seen.append((node.meta.get("zfx_step"), num_bytes))  # noqa: B023
                 model(ids).square().mean().backward()
                 left = meter.num_bytes()
@@ -207,24 +208,21 @@ ODD_LOOPS: tuple[Callable[[Any], None], ...] = (
 )  # fmt: skip
 
 
-def odd_loops(limits: zfx.Limits) -> dict[str, list[int]]:
-    differing = {}
-    for loop in ODD_LOOPS:
-        results = []
-        for accumulate in (1, 3):
-            torch.manual_seed(0)
-            model = zfx.compile(Model(), limits=limits, accumulate=accumulate)
-            loop(model)
-            loop(model)
-            results.append([p.grad.to_local() for p in model.parameters()])
-        differing[loop.__name__] = [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
-    return differing
+def odd_loop(loop: Callable[[Any], None], limits: zfx.Limits) -> list[int]:
+    results = []
+    for accumulate in (1, 3):
+        torch.manual_seed(0)
+        model = zfx.compile(Model(layers=1), limits=limits, accumulate=accumulate)
+        loop(model)
+        loop(model)
+        results.append([p.grad.to_local() for p in model.parameters()])
+    return [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
 
 
-@pytest.mark.parametrize("name", LIMITS)
-def test_loops_that_do_not_go_as_planned_give_the_same_gradients(name: str) -> None:
-    for differing in run_ranks(2, odd_loops, LIMITS[name]):
-        assert differing == {loop.__name__: [] for loop in ODD_LOOPS}
+@pytest.mark.parametrize("loop", ODD_LOOPS)
+@pytest.mark.parametrize("name", ["tight", *(pytest.param(name, marks=pytest.mark.slow) for name in LIMITS if name != "tight")])
+def test_loops_that_do_not_go_as_planned_give_the_same_gradients(loop: Callable[[Any], None], name: str) -> None:
+    assert run_ranks(2, odd_loop, loop, LIMITS[name]) == [[], []]
 
 
 def model_dies_in_a_window() -> tuple[bool, int]:

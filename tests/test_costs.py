@@ -18,8 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import zfx
 from zfx.costs import CostModel, Link, Rate
 from zfx.ir import Schedule
+from zfx.passes import plan, timing
 from zfx.passes.duration import KINDS, duration_us, kind_of, work_of
+from zfx.passes.timeline import read
 from zfx.presets import DEVICES, NETWORKS, costs_for, device_for
+from zfx.simulate import simulate
+from zfx.testing import chain
 
 aten = torch.ops.aten
 
@@ -64,6 +68,15 @@ def test_work_is_limited_by_flops_or_bytes() -> None:
 def test_wrong_numbers_are_refused(wrong: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match="must"):
         wrong()
+
+
+def test_what_collectives_take_from_compute_is_booked_by_every_clock() -> None:
+    assert CostModel(launch_us=2.0, busy_bytes_per_us=4.0).busy_us(8) == 4.0 and CostModel(launch_us=2.0).busy_us(8) == 2.0
+    costs = CostModel(Link(1.0, 10.0), Link(1.0, 10.0), launch_us=2.0, busy_bytes_per_us=4.0)
+    schedule = plan(chain(5, costs=costs), zfx.Limits(max_reuse_distance=0, param_persistence_threshold=0))
+    simulation = simulate(schedule)
+    assert simulation.overhead_us == sum(costs.busy_us(span.num_bytes) for span in simulation.spans) > 0
+    assert simulation.finish_us == pytest.approx(timing.simulate(read(schedule)).finish_us)
 
 
 # ---- presets -----------------------------------------------------------------------------------------------------------
@@ -277,6 +290,12 @@ def test_views_take_no_time_and_all_else_takes_some() -> None:
                 if isinstance(node.target, torch._ops.OpOverload):
                     view = node.target.is_view or node.target is aten._unsafe_view.default
                     assert (duration_us(node, CostModel()) == 0.0) == view, node.format_node()
+
+
+def test_a_measured_table_may_know_what_it_takes_to_ask_for_a_view() -> None:
+    costs = CostModel(rates=(Rate("elementwise", 5.0), Rate("view", 3.0)))
+    schedule, _ = planned(nn.Linear(4, 4), torch.randn(2, 4), costs)
+    assert {s.duration_us for s in schedule.program.steps if s.op == "aten.t.default"} == {3.0}
 
 
 def test_a_leaf_counts_its_parameters_for_each_row() -> None:

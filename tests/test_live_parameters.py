@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -51,17 +53,14 @@ LIMITS = {
 }
 
 
-def measure(limits: zfx.Limits, grads: bool) -> tuple[list[tuple[str, int, int]], int, int]:
-    torch.manual_seed(0)
-    model = zfx.compile(Model(), limits=limits)
-    ids = torch.arange(12).view(3, 4)
+def live_bytes(model: nn.Module, step: Callable[[], None]) -> tuple[list[tuple[str, int, int]], int, int]:
+    """What is gathered while a compiled model runs a step: (step, measured, planned) bytes at each, and the two peaks in elements
+    of 4 bytes, planned and measured."""
     for _ in range(2):  # the second step runs what the first captured
         seen: list[tuple[str, int]] = []
-        with GatheredMeter() as meter, torch.set_grad_enabled(grads):
+        with GatheredMeter() as meter:
             meter.on_node = lambda node, num_bytes: seen.append((node.meta.get("zfx_step"), num_bytes))  # noqa: B023
-            out = model(ids).square().mean()
-            if grads:
-                out.backward()
+            step()
         assert meter.num_bytes() == 0, "something stayed gathered after the step"
     schedule = model.zfx.schedules[-1]
     planned = {s.step.name: s.gathered_bytes + s.packing_bytes for s in replay(schedule) if s.step is not None}
@@ -69,6 +68,19 @@ def measure(limits: zfx.Limits, grads: bool) -> tuple[list[tuple[str, int, int]]
     steps = [(name, num_bytes, planned[name]) for name, num_bytes in seen if name in planned]
     assert {name for name, _, _ in steps} == set(planned) - {"turn"}, "a step did not run"
     return steps, peak, max(num_bytes for _, num_bytes in seen) // 4
+
+
+def measure(limits: zfx.Limits, grads: bool) -> tuple[list[tuple[str, int, int]], int, int]:
+    torch.manual_seed(0)
+    model = zfx.compile(Model(), limits=limits)
+
+    def step() -> None:
+        with torch.set_grad_enabled(grads):
+            out = model(torch.arange(12).view(3, 4)).square().mean()
+            if grads:
+                out.backward()
+
+    return live_bytes(model, step)
 
 
 @pytest.mark.parametrize(("name", "world_size"), [

@@ -7,10 +7,11 @@ See `zfx.compile`, `zfx.Limits`, and the errors in `zfx.errors`.
 """
 
 from .api import compile
-from .costs import CostModel, Link, Rate
+from .costs import CostModel, Link, Rate, load_costs
 from .errors import CaptureError, InfeasibleBudget, PassError, RankMismatch, ScheduleError, ZfxError
 from .ir import Program, Schedule
 from .limits import Limits
+from .precision import Precision
 
 __all__ = [
     "CaptureError",
@@ -19,6 +20,7 @@ __all__ = [
     "Limits",
     "Link",
     "PassError",
+    "Precision",
     "Program",
     "RankMismatch",
     "Rate",
@@ -26,4 +28,5 @@ __all__ = [
     "ScheduleError",
     "ZfxError",
     "compile",
+    "load_costs",
 ]

@@ -16,7 +16,7 @@ import hashlib
 import json
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -70,6 +70,18 @@ class Agreement:
         self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group, async_op=True), description)
         if int(vote[0]) != -int(vote[1]):
             self._fail(description, f"ranks are about to run different plans (execution {self.count})", self.timeout_s)
+
+    def least(self, what: str, measure: Callable[[], int]) -> int:
+        """The smallest of what the ranks measure, each once every rank has come here for the same thing.
+
+        Raises:
+            RankMismatch: as `begin`.
+        """
+        self.begin(digest_of([what]), [what])
+        vote = torch.tensor([measure()], device="cpu")
+        if self.world_size > 1:
+            self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.group, async_op=True), [what])
+        return int(vote)
 
     def lost(self, error: BaseException, description: Sequence[str]) -> RankMismatch:
         """A collective of the running execution failed: find out who is gone."""

@@ -21,10 +21,12 @@ from .blueprint import Blueprint
 from .channels import channels_for
 from .costs import CostModel, load_costs
 from .engine import MARK, Engine, Slot
+from .free_memory import with_free_memory
 from .handle import Handle
 from .leaf import make_leaves
 from .limits import Limits
 from .passes import PIPELINE, Pass
+from .precision import Precision
 from .settings import Settings
 from .shard import layout_of, shard_parameters, unique_parameters
 
@@ -43,6 +45,7 @@ def compile(
     leaf_modules: Sequence[type[nn.Module] | nn.Module] = (),
     timeout: float = 60.0,
     accumulate: int = 1,
+    precision: Precision | None = None,
 ) -> M:
     """Shard a model's parameters in place and run its forward and backward by a compiled ZeRO-3 schedule.
 
@@ -66,6 +69,7 @@ def compile(
         accumulate: micro-batches (backwards) between two optimizer steps. Parameters do not change in between, so what the limits
             allow to keep lives on from one to the next: a chain of n layers with room for k takes n + (2 * accumulate - 1)(n - k)
             gathers. Fewer backwards before a step are no error, they only gather more than planned. Default 1.
+        precision: dtypes to gather, compute and reduce in, see `Precision`. Default: every parameter's own.
         timeout: seconds that ranks wait for one that does not come, before all raise `RankMismatch`.
 
     Raises:
@@ -80,33 +84,42 @@ def compile(
         >>> len(model.zfx.plan(torch.randn(3, 4)).buckets)
         2
     """
-    _check_arguments(model, world_size, mesh, limits, costs, leaf_modules, timeout, accumulate)
+    _check_arguments(model, world_size, mesh, limits, costs, leaf_modules, timeout, accumulate, precision)
     _check_planning(passes, uniform)
     if isinstance(costs, (str, os.PathLike)):
         costs = load_costs(costs)
     mesh, world_size = find_ranks(world_size, mesh)
     _check_model(model)
+    limits = limits or Limits()
     if mesh is not None:
         _check_real(model)
+    elif limits.follows_free_memory:
+        raise ValueError("memory_budget='auto' follows the free memory of running ranks: without a process group, give bytes")
     entries = unique_parameters(model)
-    layouts = [layout_of(owners[0].name, param, world_size) for param, owners in entries]
+    precision = precision or Precision()
+    layouts = [layout_of(owners[0].name, param, world_size, precision.for_module(owners[0].module)) for param, owners in entries]
+    trained = [param.requires_grad for param, _ in entries]
     slots = [Slot.of(owners) for _, owners in entries]
     channels = None if mesh is None else channels_for(mesh, timeout)
     if channels is not None:
-        lines = [f"zfx.compile of {type(model).__name__}", *(_fingerprint(owners[0].name, param) for param, owners in entries)]
+        lines = [f"zfx.compile of {type(model).__name__} with memory_budget={limits.memory_budget}"]
+        lines += [_fingerprint(owners[0].name, param) for param, owners in entries]
         channels.agreement.begin(digest_of(lines), lines)
+    del entries  # the whole parameters, which are given up one after another now
     make_leaves(model, leaf_modules)
     if mesh is not None:
         device = _device(mesh)
         shard_parameters(model, layouts, mesh, device)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != device and buffer.device.type != "meta":
-                    module._buffers[name] = buffer.to(device)
+        _place_buffers(model, device)
+        if channels is not None and limits.follows_free_memory:
+            num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+            limits = with_free_memory(limits, list(zip(layouts, trained)), device, num_local_ranks, channels.agreement)
+    if precision.buffer_dtype is not None:
+        _cast_buffers(model, precision.buffer_dtype)
     base = type(model)
-    settings = Settings(limits or Limits(), costs or CostModel(), tuple(passes), uniform, accumulate)
+    settings = Settings(limits, costs or CostModel(), tuple(passes), uniform, accumulate, precision)
     blueprint = Blueprint(base.__name__, layouts, world_size, settings, channels)
-    for _, owners in entries:
+    for _, owners in unique_parameters(model):
         for owner in owners:
             owner.module.__dict__[MARK] = blueprint.id
     engine = Engine(
@@ -118,6 +131,20 @@ def compile(
     model.__dict__["_zfx_engine"] = engine
     model.__class__ = _subclass(base)  # type: ignore[assignment]
     return model
+
+
+def _place_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
 
 
 def _fingerprint(name: str, param: torch.Tensor) -> str:
@@ -148,7 +175,15 @@ def _subclass(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def _check_arguments(
-    model: Any, world_size: Any, mesh: Any, limits: Any, costs: Any, leaf_modules: Any, timeout: Any, accumulate: Any
+    model: Any,
+    world_size: Any,
+    mesh: Any,
+    limits: Any,
+    costs: Any,
+    leaf_modules: Any,
+    timeout: Any,
+    accumulate: Any,
+    precision: Any,
 ) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"zfx.compile takes an nn.Module, got {type(model).__name__}")
@@ -156,6 +191,8 @@ def _check_arguments(
         raise TypeError(f"limits must be a zfx.Limits, got {type(limits).__name__}; Limits.from_deepspeed reads a DeepSpeed config")
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
         raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
+    if precision is not None and not isinstance(precision, Precision):
+        raise TypeError(f"precision must be a zfx.Precision, got {type(precision).__name__}")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate must be a whole number of micro-batches, at least 1, got {accumulate!r}")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -179,7 +216,7 @@ def _check_planning(passes: Any, uniform: Any) -> None:
         if not callable(run):
             raise TypeError(f"passes must be functions from Schedule to Schedule, got {run!r}")
     if not passes:
-        raise ValueError("passes must name at least one pass, such as zfx.passes.gather_on_demand")
+        raise ValueError("passes must name at least one pass; zfx.passes.PIPELINE is the usual list")
     if not isinstance(uniform, bool):
         raise TypeError(f"uniform must be True or False, got {uniform!r}")
 

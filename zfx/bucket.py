@@ -37,12 +37,13 @@ class Transfers:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i in sharded:
             if packed[i]:
-                by_dtype.setdefault(layouts[i].dtype, []).append(i)
+                by_dtype.setdefault(layouts[i].gathered_dtype, []).append(i)
         self.packs = tuple(_pack(members, layouts, dtype) for dtype, members in by_dtype.items())
 
     def all_gather(self, wire: Wire, shards: Sequence[torch.Tensor]) -> Gathering:
         """Allocate every member's whole storage and the packs, and launch."""
         layouts = self.layouts
+        shards = [shard.to(layout.gathered_dtype) for layout, shard in zip(layouts, shards)]
         stores = [shard if layout.replicated else shard.new_empty(layout.padded_numel) for layout, shard in zip(layouts, shards)]
         outs = [
             stores[i].view(wire.world_size, -1) if stores[i].numel() else stores[i].view(wire.world_size, 0) for i in self.direct
@@ -82,7 +83,10 @@ class Transfers:
         for pack in self.packs:
             ins.append(self._fill(pack, flat, wire.world_size))
             sizes.append(pack.total)
-        return Reducing(self, wire.rank, wire.reduce_scatter(ins, sizes), wire.all_reduce([flat[i] for i in self.replicated]))
+        sums = [self.layouts[i].reduce_dtype for i in (*self.direct, *(pack.members[0] for pack in self.packs))]
+        whole = [self.layouts[i].reduce_dtype for i in self.replicated]
+        parts = wire.reduce_scatter(ins, sizes, sums)
+        return Reducing(self, wire.rank, parts, wire.all_reduce([flat[i] for i in self.replicated], whole))
 
     def _fill(self, pack: Pack, flat: list[torch.Tensor], world_size: int) -> torch.Tensor:
         buffer = torch.empty((world_size, pack.total), dtype=pack.dtype, device=flat[pack.members[0]].device)
@@ -114,7 +118,7 @@ class Transfers:
         out = []
         for layout, shard in zip(self.layouts, shards):
             assert shard is not None
-            shape = layout.local_shape(rank)
+            shard, shape = shard.to(layout.dtype), layout.local_shape(rank)
             out.append(shard[: shape[0] * layout.row_numel].view(shape) if shape else shard.view(()))
         return out
 

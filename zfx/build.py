@@ -188,7 +188,6 @@ def _line(blueprint: Blueprint, bucket: Bucket) -> str:
     members = []
     for name in bucket.parameters:
         layout = blueprint.layouts[blueprint.index[name]]
-        members.append(
-            f"{name}{list(layout.shape)} {str(layout.dtype).removeprefix('torch.')}{' packed' if name in bucket.packed else ''}"
-        )
+        dtype, packed = str(layout.gathered_dtype).removeprefix("torch."), " packed" if name in bucket.packed else ""
+        members.append(f"{name}{list(layout.shape)} {dtype}{packed}")
     return f"{bucket.kind} of {', '.join(members)}"

@@ -84,11 +84,11 @@ class CostModel:
     reduce: Link = field(default_factory=Link)
     rates: tuple[Rate, ...] = (Rate("elementwise"),)
     launch_us: float = 0.0
-    busy_bytes_per_us: float = math.inf
     pack_threshold_bytes: int = 65_536
     bucket_bytes: int = 4_194_304
     nominal_tokens: int = 2_048
     source: str = "round numbers for one CPU core and loopback TCP"
+    busy_bytes_per_us: float = math.inf
 
     def __post_init__(self) -> None:
         _check(self, above=("busy_bytes_per_us",), least=("launch_us", "pack_threshold_bytes", "bucket_bytes", "nominal_tokens"))

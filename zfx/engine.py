@@ -66,9 +66,10 @@ class Engine:
         copy_leaves([m for m in memo.values() if isinstance(m, nn.Module)])
         slots = [replace(slot, holder=memo[id(slot.holder)]) for slot in self.slots]
         blueprint = self.blueprint.again()
-        for module in memo.values():
-            if isinstance(module, nn.Module) and module.__dict__.get(MARK) == self.blueprint.id:
-                module.__dict__[MARK] = blueprint.id
+        for copied in memo.values():
+            attributes = copied.__dict__ if isinstance(copied, nn.Module) else copied  # the outermost's are not in place yet
+            if isinstance(attributes, dict) and attributes.get(MARK) == self.blueprint.id:
+                attributes[MARK] = blueprint.id
         return Engine(blueprint, slots, self.forward, self.has_rnn)
 
     # ---- the call ------------------------------------------------------------------------------------------------------
@@ -144,13 +145,14 @@ class Engine:
 
     def _make_traced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         blueprint_id = self.blueprint.id
-        constants = tuple((list(o.shape), o.order, _inverse(o.order)) for o in self.blueprint.layouts)
+        constants = tuple((list(o.shape), o.gathered_dtype, o.order, _inverse(o.order)) for o in self.blueprint.layouts)
+        precision = self.blueprint.settings.precision
         places = tuple(slot.places for slot in self.slots)
 
         def traced(model: nn.Module, shards: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
             swapped = []  # (holder, key, what was there); never looked into, so that Dynamo needn't either
-            for index, (shard, (shape, order, inverse)) in enumerate(zip(shards, constants)):
-                value = all_gather(shard, shape, index, blueprint_id)
+            for index, (shard, (shape, dtype, order, inverse)) in enumerate(zip(shards, constants)):
+                value = all_gather(shard, shape, index, blueprint_id, dtype)
                 if order is not None:
                     value = value.permute(order).contiguous().permute(inverse)
                 for path, key in places[index]:
@@ -161,7 +163,8 @@ class Engine:
                     swapped.append((holder, key, holder[key]))
                     holder[key] = value
             try:
-                return forward(model, *args, **kwargs)
+                args, kwargs = precision.cast_arguments((args, kwargs))
+                return precision.cast_output(forward(model, *args, **kwargs))
             finally:
                 for holder, key, before in swapped:
                     holder[key] = before

@@ -139,7 +139,7 @@ class Handle:
         values = {}
         if order:
             channels = blueprint.agree(f"gathered({', '.join(blueprint.names[i] for i in order)}, writeback={writeback})")
-            transfers = Transfers([blueprint.layouts[i] for i in order], [False] * len(order))
+            transfers = Transfers([blueprint.layouts[i].in_full_precision() for i in order], [False] * len(order))
             with torch.no_grad():
                 shards = engine.shards()
                 full = transfers.all_gather(channels.gathers, [shards[i] for i in order]).wait()

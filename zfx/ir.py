@@ -188,6 +188,9 @@ class Schedule:
     `kept` names the parameters that stay gathered across the turn: saved for backward instead of gathered again.
     `carried` names those that stay gathered from the end of one micro-batch to the next. In the windows "middle" and "last" they
     are live, and arrived, at point 0, without an all_gather; in "first" and "middle" they are live after the last step.
+
+    Raises:
+        ValueError: the limits' `memory_budget` is "auto".
     """
 
     program: Program
@@ -196,6 +199,10 @@ class Schedule:
     instructions: tuple[Instruction, ...] = ()
     kept: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.limits.follows_free_memory:
+            raise ValueError("memory_budget='auto' follows the free memory of running ranks; a schedule needs a number of bytes")
 
     def __str__(self) -> str:
         from .text import render  # the drawing room is above this one; only printing leads there

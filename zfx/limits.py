@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,10 @@ class Limits:
             last, whatever their reuse distance, while the hard bounds allow. Default 1e5 (DeepSpeed's).
         memory_budget: most bytes that the step may hold on the device: shards and their gradients, gathered parameters,
             unreduced gradients, activations. Optimizer state is not known to a schedule and is not counted. None: no bound.
+            "auto": what is free when `zfx.compile` has sharded the model, on the rank that has least, and the shards
+            themselves, less 5 % and less room for two more numbers an element of the trained shards, as Adam keeps. On the CPU the
+            machine's free memory is divided by its ranks (LOCAL_WORLD_SIZE; else all). A schedule's limits are always
+            numbers: planning without a process group needs one.
 
     Raises:
         ValueError: a bound is negative or not a whole number.
@@ -43,16 +47,33 @@ class Limits:
     param_persistence_threshold: int = 100_000
     memory_budget: int | None = None
 
+    if TYPE_CHECKING:  # "auto" may be asked for, but who reads the limits of a schedule never meets it
+
+        def __init__(
+            self,
+            max_live_parameters: int = ...,
+            max_reuse_distance: int = ...,
+            prefetch_bucket_size: int = ...,
+            reduce_bucket_size: int = ...,
+            param_persistence_threshold: int = ...,
+            memory_budget: int | Literal["auto"] | None = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if name == "memory_budget" and value is None:
+            if name == "memory_budget" and value in (None, "auto"):
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value != int(value):
                 raise ValueError(f"Limits.{name} must be a whole number, got {value!r}")
             if value < 0:
                 raise ValueError(f"Limits.{name} must not be negative, got {value!r}")
             object.__setattr__(self, name, int(value))
+
+    @property
+    def follows_free_memory(self) -> bool:
+        """Whether `memory_budget` is still "auto"."""
+        return isinstance(self.memory_budget, str)
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any]) -> Limits:

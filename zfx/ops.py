@@ -25,34 +25,34 @@ BLUEPRINTS: WeakValueDictionary[int, Naive] = WeakValueDictionary()
 
 
 @torch.library.custom_op("zfx::all_gather", mutates_args=())
-def all_gather(shard: torch.Tensor, shape: Sequence[int], index: int, blueprint: int) -> torch.Tensor:
-    """The whole parameter number `index` of `blueprint`, in a new tensor of `shape`."""
+def all_gather(shard: torch.Tensor, shape: Sequence[int], index: int, blueprint: int, dtype: torch.dtype) -> torch.Tensor:
+    """The whole parameter number `index` of `blueprint`, in a new tensor of `shape` and `dtype`."""
     return BLUEPRINTS[blueprint].gather_now(index, shard)
 
 
 @all_gather.register_fake
-def _(shard: torch.Tensor, shape: Sequence[int], index: int, blueprint: int) -> torch.Tensor:
-    return shard.new_empty(shape)
+def _(shard: torch.Tensor, shape: Sequence[int], index: int, blueprint: int, dtype: torch.dtype) -> torch.Tensor:
+    return shard.new_empty(shape, dtype=dtype)
 
 
 @torch.library.custom_op("zfx::reduce_scatter", mutates_args=())
-def reduce_scatter(grad: torch.Tensor, shape: Sequence[int], index: int, blueprint: int) -> torch.Tensor:
-    """This rank's rows (of `shape`) of the mean over ranks of the whole gradient."""
+def reduce_scatter(grad: torch.Tensor, shape: Sequence[int], index: int, blueprint: int, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's rows (of `shape` and `dtype`) of the mean over ranks of the whole gradient."""
     return BLUEPRINTS[blueprint].reduce_now(index, grad)
 
 
 @reduce_scatter.register_fake
-def _(grad: torch.Tensor, shape: Sequence[int], index: int, blueprint: int) -> torch.Tensor:
-    return grad.new_empty(shape)
+def _(grad: torch.Tensor, shape: Sequence[int], index: int, blueprint: int, dtype: torch.dtype) -> torch.Tensor:
+    return grad.new_empty(shape, dtype=dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    shard, _, ctx.index, ctx.blueprint = inputs
-    ctx.shape = shard.shape
+    shard, _, ctx.index, ctx.blueprint, _ = inputs
+    ctx.shape, ctx.dtype = shard.shape, shard.dtype
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    return reduce_scatter(grad, ctx.shape, ctx.index, ctx.blueprint), None, None, None
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    return reduce_scatter(grad, ctx.shape, ctx.index, ctx.blueprint, ctx.dtype), None, None, None, None
 
 
 all_gather.register_autograd(_backward, setup_context=_setup_context)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from .costs import CostModel
 from .limits import Limits
 from .passes import PIPELINE, Pass
+from .precision import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +20,4 @@ class Settings:
     passes: Sequence[Pass] = PIPELINE
     uniform: bool = False
     accumulate: int = 1
+    precision: Precision = field(default_factory=Precision)

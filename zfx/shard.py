@@ -13,7 +13,7 @@ A 0-dim parameter has no rows: it is replicated (DTensor `Replicate`), and its g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ._compat import dtensor_spec, make_dtensor
 from .ir import Parameter
+from .precision import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Layout:
     Attributes:
         name: its first name in the model.
         shape, dtype: of the whole parameter.
+        gathered_dtype: what it is gathered and computed in; its shards, and its gradient's, are of `dtype`.
+        reduce_dtype: what its gradient is averaged in; None: as the wire does it.
         order: dimensions from the outermost in memory to the innermost, where the parameter was not contiguous; else None.
             Shards are always contiguous; the gathered value gets this order back.
     """
@@ -40,7 +43,13 @@ class Layout:
     shape: tuple[int, ...]
     dtype: torch.dtype
     world_size: int
+    gathered_dtype: torch.dtype = None  # type: ignore[assignment]  # becomes `dtype`
+    reduce_dtype: torch.dtype | None = None
     order: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.gathered_dtype is None:
+            object.__setattr__(self, "gathered_dtype", self.dtype)
 
     @property
     def replicated(self) -> bool:
@@ -79,9 +88,17 @@ class Layout:
         start, stop = self.rows(rank)
         return (stop - start, *self.shape[1:])
 
+    def in_full_precision(self) -> Layout:
+        """The same, gathered as it is stored."""
+        return replace(self, gathered_dtype=self.dtype)
+
+    def shard_bytes(self, trainable: bool) -> int:
+        """What a rank holds of it all the time: its shard and its gradient's."""
+        return self.chunk_numel * self.dtype.itemsize * (2 if trainable else 1)
+
     def parameter(self, trainable: bool) -> Parameter:
         """The planner's view of it. A replicated one is always there: gathering it holds nothing more."""
-        size = self.dtype.itemsize
+        size = self.gathered_dtype.itemsize
         held = 0 if self.replicated else self.padded_numel
         return Parameter(self.name, held, held * size, self.numel * size if trainable else 0, self.numel)
 
@@ -93,11 +110,12 @@ def _product(sizes: tuple[int, ...]) -> int:
     return out
 
 
-def layout_of(name: str, param: torch.Tensor, world_size: int) -> Layout:
+def layout_of(name: str, param: torch.Tensor, world_size: int, precision: Precision) -> Layout:
     order = None
     if not param.is_contiguous() and param.numel():
         order = tuple(sorted(range(param.dim()), key=param.stride, reverse=True))
-    return Layout(name, tuple(param.shape), param.dtype, world_size, order)
+    gathered_dtype = precision.gathered_in(param.dtype)
+    return Layout(name, tuple(param.shape), param.dtype, world_size, gathered_dtype, precision.reduce_in(gathered_dtype), order)
 
 
 def padded(layout: Layout, local: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ numbers, so that equal means equal. docs/passes.md shows how a pass is tested.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 try:
     from hypothesis import strategies as st
@@ -24,6 +25,8 @@ except ImportError:
 from .costs import CostModel, Link
 from .dump import from_json, to_json
 from .ir import Limits, Parameter, Phase, Program, Schedule, Step, Window
+from .replay import replay
+from .simulate import simulate
 from .verify import verify
 
 _SMALL = st.integers(0, 12)
@@ -67,11 +70,6 @@ def programs(
         costs: these costs. Default: any of `costs()`.
         windows: which places among micro-batches to draw from, for programs with a backward; others are "only".
         uniform: what `Program.uniform` is; None: either.
-
-    Example:
-        >>> from hypothesis import find
-        >>> find(programs(), lambda program: program.turn is not None).steps
-        (Step(name='turn', phase='turn', op='op', reads=(), completes=(), other_bytes=0, duration_us=0.0, nominal_us=0.0),)
     """
     least = 2 if busy else 0
     size_of = st.integers(1, 12) if busy else _SMALL
@@ -174,19 +172,49 @@ def chain(n: int, *, size: int = 10, duration_us: float = 50.0, costs: CostModel
 
 
 def assert_valid(schedule: Schedule) -> None:
-    """Raise unless the verifier accepts the schedule and its JSON reads back as the same schedule.
+    """Raise unless the verifier accepts the schedule, the simulator's account of it adds up, and its JSON reads back the same.
 
     Raises:
         ScheduleError: a rule of the verifier is broken.
-        AssertionError: the JSON reads back as another schedule.
+        AssertionError: time is lost or spent twice, a channel carries two collectives at once, the simulator and the replay
+            disagree about what is held, or the JSON reads back as another schedule.
 
     Example:
         >>> from zfx.passes import plan
         >>> assert_valid(plan(chain(3), Limits()))
     """
     verify(schedule)
+    for what, holds in _accounts(schedule):
+        if not holds:
+            raise AssertionError(f"{what}, in\n{schedule}")
     if from_json(to_json(schedule)) != schedule:
-        raise AssertionError("the schedule's JSON reads back as another schedule")
+        raise AssertionError(f"the JSON reads back as another schedule than\n{schedule}")
+
+
+def _accounts(schedule: Schedule) -> Iterator[tuple[str, bool]]:
+    """What must hold of every simulation, in words, and whether it does."""
+    result, steps = simulate(schedule), schedule.program.steps
+    spent = result.compute_us + result.overhead_us + result.exposed_us
+    yield "the finish is not the sum of compute, overhead and exposed time", _same(result.finish_us, spent)
+    starts = [0.0, *(time.end_us for time in result.steps)]
+    yield "a step starts before the one before it ends", all(t.start_us >= end for t, end in zip(result.steps, starts))
+    lasting = all(_same(time.end_us - time.start_us, step.duration_us) for time, step in zip(result.steps, steps))
+    yield "a step does not last as long as the program says", lasting
+    for kind in ("all_gather", "reduce_scatter"):
+        spans = [span for span in result.spans if span.kind == kind]
+        free = [0.0, *(span.end_us for span in spans)]
+        in_turn = all(span.start_us >= max(span.launch_us, end) for span, end in zip(spans, free))
+        yield f"an {kind} starts before its launch, or while its channel is taken", in_turn
+        yield f"an {kind} does not stall compute until it is over", all(
+            _same(span.exposed_us, max(0.0, span.end_us - span.wait_us)) for span in spans
+        )
+    held = [(moment.parameters + moment.packing, moment.total) for moment in result.moments]
+    replayed = [(state.gathered_bytes + state.packing_bytes, state.total_bytes) for state in replay(schedule)]
+    yield "the simulator and the replay disagree about what is held", held == replayed
+
+
+def _same(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-6)
 
 
 def smallest_max_live(program: Program) -> int:

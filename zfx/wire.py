@@ -39,11 +39,16 @@ class Wire(ABC):
         """Launch; the callable returned waits."""
 
     @abstractmethod
-    def reduce_scatter(self, grads: Sequence[torch.Tensor], sizes: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
-        """Launch; the callable returned waits and gives the parts. `grads` must stay alive and unchanged until then."""
+    def reduce_scatter(
+        self, grads: Sequence[torch.Tensor], sizes: Sequence[int], sums: Sequence[torch.dtype | None]
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Launch; the callable returned waits and gives the parts. `grads` must stay alive and unchanged until then.
+
+        `sums`: what each mean is computed and returned in. None: returned in the gradient's own dtype.
+        """
 
     @abstractmethod
-    def all_reduce(self, grads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    def all_reduce(self, grads: Sequence[torch.Tensor], sums: Sequence[torch.dtype | None]) -> Callable[[], list[torch.Tensor]]:
         """The mean over ranks of tensors that are not cut (0-dim parameters)."""
 
 
@@ -69,7 +74,9 @@ class SendReceiveWire(Wire):
             out[self.rank].copy_(shard)
         return lambda: _wait(works)
 
-    def reduce_scatter(self, grads: Sequence[torch.Tensor], sizes: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
+    def reduce_scatter(
+        self, grads: Sequence[torch.Tensor], sizes: Sequence[int], sums: Sequence[torch.dtype | None]
+    ) -> Callable[[], list[torch.Tensor]]:
         works: list[Any] = []
         parts = []
         for grad, n in zip(grads, sizes):
@@ -77,26 +84,29 @@ class SendReceiveWire(Wire):
             received = {peer: torch.empty_like(own) for peer in self.peers}
             self._exchange(lambda peer, grad=grad, n=n: grad[peer * n : (peer + 1) * n], received.__getitem__, works)  # type: ignore[misc]
             parts.append({**received, self.rank: own})
-        return lambda: self._mean(works, parts)
+        return lambda: self._mean(works, parts, sums)
 
-    def all_reduce(self, grads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    def all_reduce(self, grads: Sequence[torch.Tensor], sums: Sequence[torch.dtype | None]) -> Callable[[], list[torch.Tensor]]:
         works: list[Any] = []
         parts = []
         for grad in grads:
             received = {peer: torch.empty_like(grad) for peer in self.peers}
             self._exchange(lambda peer, grad=grad: grad, received.__getitem__, works)  # type: ignore[misc]
             parts.append({**received, self.rank: grad})
-        return lambda: self._mean(works, parts)
+        return lambda: self._mean(works, parts, sums)
 
-    def _mean(self, works: list[Any], parts: list[dict[int, torch.Tensor]]) -> list[torch.Tensor]:
+    def _mean(
+        self, works: list[Any], parts: list[dict[int, torch.Tensor]], sums: Sequence[torch.dtype | None]
+    ) -> list[torch.Tensor]:
         _wait(works)
-        return [self._add_in_rank_order(part) for part in parts]
+        return [self._add_in_rank_order(part, dtype) for part, dtype in zip(parts, sums)]
 
-    def _add_in_rank_order(self, part: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _add_in_rank_order(self, part: dict[int, torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
         own = part[self.rank]
+        dtype = dtype or own.dtype
         if self.world_size == 1:
-            return own
-        wide = _SUM_DTYPE.get(own.dtype)
+            return own.to(dtype)
+        wide = _SUM_DTYPE.get(dtype, dtype if dtype != own.dtype else None)
         if wide is not None:
             total = part[0].to(wide)
         elif self.rank == 0:  # a + b = b + a: the sum goes into a buffer that was received, not into the gradient
@@ -105,7 +115,7 @@ class SendReceiveWire(Wire):
             total = part[0]
         for rank in range(2 if wide is None and self.rank == 0 else 1, self.world_size):
             total.add_(part[rank])
-        return total.div_(self.world_size).to(own.dtype)
+        return total.div_(self.world_size).to(dtype)
 
 
 class CollectiveWire(Wire):
@@ -119,11 +129,13 @@ class CollectiveWire(Wire):
                 all_gather_single(_real(out).view(-1), _real(shard).view(-1), group=self.group)
         return works.wait
 
-    def reduce_scatter(self, grads: Sequence[torch.Tensor], sizes: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
+    def reduce_scatter(
+        self, grads: Sequence[torch.Tensor], sizes: Sequence[int], sums: Sequence[torch.dtype | None]
+    ) -> Callable[[], list[torch.Tensor]]:
         if not grads:
             return list
-        ins = [_lengthened(grad, n * self.world_size) for grad, n in zip(grads, sizes)]
-        outs = [grad.new_empty(n) for grad, n in zip(grads, sizes)]
+        ins = [_lengthened(grad, n * self.world_size, dtype) for grad, n, dtype in zip(grads, sizes, sums)]
+        outs = [grad.new_empty(n) for grad, n in zip(ins, sizes)]
         with _coalescing_manager(self.group, outs[0].device, async_ops=True) as works:
             for out, grad in zip(outs, ins):
                 reduce_scatter_single(_real(out).view(-1), _real(grad).view(-1), op=dist.ReduceOp.AVG, group=self.group)
@@ -135,8 +147,8 @@ class CollectiveWire(Wire):
 
         return finish
 
-    def all_reduce(self, grads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        outs = [grad.clone() for grad in grads]
+    def all_reduce(self, grads: Sequence[torch.Tensor], sums: Sequence[torch.dtype | None]) -> Callable[[], list[torch.Tensor]]:
+        outs = [grad.to(dtype or grad.dtype, copy=True) for grad, dtype in zip(grads, sums)]
         works = [dist.all_reduce(_real(out), op=dist.ReduceOp.AVG, group=self.group, async_op=True) for out in outs]
 
         def finish() -> list[torch.Tensor]:
@@ -170,9 +182,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _lengthened(grad: torch.Tensor, numel: int) -> torch.Tensor:
+def _lengthened(grad: torch.Tensor, numel: int, dtype: torch.dtype | None) -> torch.Tensor:
     if grad.numel() == numel:
-        return grad
-    out = grad.new_zeros(numel)
+        return grad.to(dtype or grad.dtype)
+    out = grad.new_zeros(numel, dtype=dtype)
     out[: grad.numel()] = grad
     return out
