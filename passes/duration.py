@@ -77,19 +77,26 @@ class Work:
 
 def work_of(node: fx.Node) -> Work | None:
     """The work of a node, or None for views and bookkeeping."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or is_view(node):
+    if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
         return None
+    return _work(node.target, node.args, node)
+
+
+def _work(target: torch._ops.OpOverload, args: tuple[Any, ...], node: fx.Node) -> Work:
     kind = kind_of(target)
-    return Work(f"{kind}.{_dtype(node)}.{_signature(node)}", _flops(target, node), _bytes(kind, node))
+    return Work(f"{kind}.{_dtype(node)}.{_signature(node)}", _flops(target, args, node), _bytes(kind, node))
 
 
 def duration_us(node: fx.Node, costs: CostModel) -> float:
-    """The estimated time of one node. A higher-order operator (`torch.cond`) takes that of its longest branch; a view none, unless
-    the costs list a rate for "view" (a measured one: what it takes to ask for it)."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return max((sum(duration_us(n, costs) for n in branch.graph.nodes) for branch in _branches(node)), default=0.0)
+    """The estimated time of one node. A higher-order operator takes that of the operator that it wraps (activation checkpointing
+    does, to replay random numbers), or of its longest branch (`torch.cond`); a view none, unless the costs list a rate for "view"
+    (a measured one: what it takes to ask for it)."""
     work = work_of(node)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        place = next((i for i, a in enumerate(node.args) if isinstance(a, torch._ops.OpOverload)), None)
+        if place is None:
+            return max((sum(duration_us(n, costs) for n in branch.graph.nodes) for branch in _branches(node)), default=0.0)
+        work = _work(node.args[place], node.args[place + 1 :], node)  # type: ignore[arg-type]
     if work is not None:
         return costs.compute_us(work.kind, work.num_flops, work.num_bytes)
     view = costs.rate_of("view")
@@ -112,11 +119,11 @@ def _branches(node: fx.Node) -> Iterable[fx.GraphModule]:
 # ---- how much ----------------------------------------------------------------------------------------------------------
 
 
-def _flops(target: torch._ops.OpOverload, node: fx.Node) -> int:
+def _flops(target: torch._ops.OpOverload, given: tuple[Any, ...], node: fx.Node) -> int:
     count = _OWN_FORMULAS.get(str(target.overloadpacket)) or flop_registry.get(target.overloadpacket)
     if count is None:
         return 0
-    args, kwargs, out = map_aggregate((node.args, node.kwargs, node.meta.get("val")), _concrete)
+    args, kwargs, out = map_aggregate((given, node.kwargs, node.meta.get("val")), _concrete)
     try:
         return number(count(*args, **kwargs, out_val=out))
     except (AssertionError, TypeError, ValueError, RuntimeError):  # a shape that the formula doesn't know: bytes decide

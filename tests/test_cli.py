@@ -517,6 +517,27 @@ def test_experts_are_captured(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert all(s.duration_us > 0 for s in experts)
 
 
+def test_checkpointing_trades_memory_for_time(folder: Path) -> None:
+    """Recomputed attention is wrapped, to replay random numbers; it costs what it costs unwrapped."""
+    from zfx.target import load
+
+    path, programs = cut("llama-3-8b", 2, folder), []
+    for enable in (False, True):
+        found = load(f"hf:{path}", seq=1024)  # long enough for flops to decide how long attention takes
+        if enable:
+            found.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        found.model.train()
+        model = zfx.compile(found.model, world_size=64)
+        programs.append(model.zfx.capture(**found.kwargs).program(64, costs_for("h100", "nvlink:8,ib", 64)))
+    plain, recomputed = programs
+    turns = [program.steps[program.turn or 0].other_bytes for program in programs]
+    assert turns[1] < turns[0] and sum(s.duration_us for s in recomputed.steps) > sum(s.duration_us for s in plain.steps)
+    unwrapped = {s.duration_us for s in plain.steps if s.phase == "forward" and "attention" in s.op}
+    wrapped = [s for s in recomputed.steps if "rng_state" in s.op]
+    assert len(wrapped) == 4 and {s.phase for s in wrapped} == {"forward", "backward"}
+    assert {s.duration_us for s in wrapped} == unwrapped and min(unwrapped) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_on_many_ranks(name: str, folder: Path) -> None:
