@@ -12,6 +12,7 @@ carry(plan, [weight])                    left behind for the next one
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,7 +57,7 @@ class GatheredMeter:
 
 
 class Plan:
-    """What one lowered graph needs beside its tensors. Constant once built.
+    """What one lowered graph needs beside its tensors. Constant once built, but for what is in flight while the graph runs.
 
     Args:
         transfers: by bucket index; buckets that the other graph launches are None.
@@ -74,10 +75,18 @@ class Plan:
         window: weakref.ref[Window] | None = None,
     ) -> None:
         self.carried, self.window = carried, window
+        self.in_flight: set[Gathering | Reducing] = set()
         self.transfers, self.description, self.digest = tuple(transfers), tuple(description), digest_of(description)
         if channels is not None:  # else the graph can be read, but not run
             self.gathers, self.reductions, self.agreement = channels.gathers, channels.reductions, channels.agreement
 
+
+    def drain(self) -> None:
+        """An operator has raised: let what was launched arrive, or the next collective would take its bytes for its own."""
+        for transfer in self.in_flight:
+            with contextlib.suppress(RuntimeError):  # a peer is gone: the error that is on its way says more
+                transfer.wait()
+        self.in_flight.clear()
 
     def open_window(self) -> Window:
         window = self.window() if self.window is not None else None
@@ -97,6 +106,7 @@ def all_gather(plan: Plan, bucket: int, shards: Sequence[torch.Tensor]) -> Gathe
         gathering = transfers.all_gather(plan.gathers, shards)
     except RuntimeError as error:
         raise _explain(plan, error) from error
+    plan.in_flight.add(gathering)
     if GatheredMeter.active is not None:
         for tensor in (*(s for s, layout in zip(gathering.stores, transfers.layouts) if not layout.replicated), *gathering.buffers):
             GatheredMeter.active.add(tensor)
@@ -104,6 +114,7 @@ def all_gather(plan: Plan, bucket: int, shards: Sequence[torch.Tensor]) -> Gathe
 
 
 def wait(plan: Plan, gathering: Gathering) -> list[torch.Tensor]:
+    plan.in_flight.discard(gathering)
     try:
         return gathering.wait()
     except RuntimeError as error:
@@ -134,12 +145,15 @@ def reduce_scatter(plan: Plan, bucket: int, grads: Sequence[torch.Tensor]) -> Re
     transfers = plan.transfers[bucket]
     assert transfers is not None
     try:
-        return transfers.reduce_scatter(plan.reductions, grads)
+        reducing = transfers.reduce_scatter(plan.reductions, grads)
     except RuntimeError as error:
         raise _explain(plan, error) from error
+    plan.in_flight.add(reducing)
+    return reducing
 
 
 def wait_reduce(plan: Plan, reducing: Reducing) -> list[torch.Tensor]:
+    plan.in_flight.discard(reducing)
     try:
         return reducing.wait()
     except RuntimeError as error:
@@ -159,10 +173,15 @@ plain_calls = leaf.PLAIN_CALLS
 
 def runner(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The boxed callable that AOTAutograd wants. Under an active meter the graph is interpreted, node by node."""
+    plan: Plan = gm.plan  # type: ignore[assignment]
 
     def run(args: list[Any]) -> Any:
         meter = GatheredMeter.active
-        return gm.forward(args) if meter is None else _Metered(gm, meter, args).run()
+        try:
+            return gm.forward(args) if meter is None else _Metered(gm, meter, args).run()
+        except BaseException:
+            plan.drain()
+            raise
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
