@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
-import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.strategies import link_costs
 from zfx.costs import CostModel
 from zfx.ir import Bucket, Instruction, Parameter, Program, Schedule, Step
 from zfx.limits import Limits
-from zfx.text import WIDTH, Held, by_point, held, human_bytes, render, report, shorten
+from zfx.text import WIDTH, human_bytes, render, report, shorten
 
 PAGE = Path(__file__).parents[1] / "docs" / "schedule-format.md"
 
@@ -114,38 +113,12 @@ def deep(num_layers: int = 40) -> Schedule:
     return Schedule(Program(tuple(Parameter(n, 10, 40) for n in names), steps), Limits(), buckets, tuple(instructions))
 
 
-def test_held_counts_gathered_and_packing_after_every_instruction() -> None:
-    rows = held(small())
-    assert rows[0] == [Held(0, 0), Held(108, 432), Held(104, 416)]  # norm counts twice until it is unpacked
-    assert rows[1] == [Held(104, 416), Held(100, 400), Held(150, 600)]
-    assert rows[3] == [Held(150, 600), Held(100, 400)]
-    assert rows[4] == [Held(100, 400)]  # kept
-    assert [row[-1].num_bytes for row in rows] == [416, 600, 600, 400, 400, 0, 0]
-
-
-def test_held_agrees_with_a_recount_on_random_instructions() -> None:
-    rng = random.Random(7)
-    for _ in range(50):
-        names = ("a", "b", "norm")
-        buckets = tuple(Bucket(i, "all_gather", (n,), rng.choice([(), (n,)])) for i, n in enumerate(rng.choices(names, k=6)))
-        rows = [
-            Instruction(kind, rng.randrange(3), b.parameters, None if kind == "release" else b.index)
-            for b in buckets
-            for kind in rng.choices(["all_gather", "wait", "release"], k=3)
-        ]
-        schedule = replace(small(), buckets=buckets, instructions=tuple(rows))
-        sizes, seen = {p.name: p.num_bytes for p in (A, B, NORM)}, []
-        live, packing = set(), set()
-        for i in (i for point in by_point(schedule) for i in point):
-            if i.kind == "all_gather":
-                live |= {*i.parameters}
-                packing = packing | {i.bucket} if buckets[i.bucket].packed else packing
-            elif i.kind == "wait":
-                packing = packing - {i.bucket}
-            else:
-                live -= {*i.parameters}
-            seen.append(sum(sizes[n] for n in live) + sum(sizes[buckets[b].parameters[0]] for b in packing))
-        assert [m.num_bytes for row in held(schedule) for m in row[1:]] == seen
+def test_the_live_column_is_what_each_step_sees() -> None:
+    found = [re.search(r"(\d+) B", line) for line in table(render(small()))]
+    assert [int(match[1]) for match in found] == [416, 600, 600, 400, 400, 0, 0]
+    assert "peak         150 elements, 600 B at step 1 (f1)" in render(small())
+    packs = replace(small(), instructions=small().instructions[:1])
+    assert "peak         108 elements, 432 B at step 0 (f0)" in render(packs)  # norm counts twice until it is unpacked
 
 
 def test_render_of_a_small_schedule() -> None:
