@@ -130,6 +130,7 @@ def test_render_of_a_small_schedule() -> None:
         "reductions   1 in 1 bucket, 400 B on each rank",
         "peak         150 elements, 600 B at step 1 (f1)",
         "kept         1 across the turn, 400 B: a",
+        "certificate  time 1.06 of the bound (binds: critical path), volume 1.00, memory 1.00",
         "step       name       op       live  before the step",
         "   0 fwd   f0                 416 B  gather 0: a +1 packed; wait 0",
         "   1 fwd   f1                 600 B  release norm; gather 1: b",
@@ -146,14 +147,20 @@ def test_report_of_a_small_schedule() -> None:
         "ranks                2",
         "steps                3 forward, 2 backward",
         "parameters           3 with 154 elements, 616 B",
-        "peak                 150 elements, 600 B at step 1 (f1)",
+        "gathered peak        150 elements, 600 B at step 1 (f1)",
         "max_live_parameters  1,000,000,000 elements, 0.0% used at the peak",
+        "memory peak          800 B: gradients 800 B, after the last step",
+        "end of forward       600 B: parameters 600 B",
+        "end of backward      800 B: gradients 800 B",
         "kept                 1 across the turn, 400 B: a",
         "gathers              3 in 2 buckets, 616 B on each rank",
         "reductions           1 in 1 bucket, 400 B on each rank",
         "mean bucket          308 B gathered, 400 B reduced",
-        "compute              1.5 ms estimated",
         "communication        300.5 us estimated: gathers 200.3 us, reductions 100.2 us",
+        "step time            1.8 ms estimated: compute 1.5 ms, launches 0.0 us, exposed communication 300.5 us",
+        "certificate          time 1.06 of the bound; binds: critical path",
+        "                     volume 1.00 of the bound; binds: first reads",
+        "                     memory 1.00 of the bound; binds: reduction of a",
     ]
 
 
@@ -293,9 +300,11 @@ def test_version_2_has_these_fields_and_the_page_explains_each() -> None:
         for title, body in re.findall(r"^### ([\w.]+).*?\n(.*?)(?=^##)", PAGE.read_text("utf-8"), re.M | re.S)
     }
     page = {
-        "Schedule": ["format", "version", *fields["Schedule"]], "Program": fields["Program"], "Limits": fields["Limits"],
+        "Schedule": ["format", "version", "certificate", *fields["Schedule"]], "Certificate": fields["Certificate"],
+        "Program": fields["Program"], "Limits": fields["Limits"],
         "Parameter": fields["Parameter"], "Step": fields["Step"], "CostModel": fields["CostModel"],
         "Bucket": fields["Bucket"], "Instruction": fields["Instruction"],
     }  # fmt: skip
-    titles = ("schedule", "program", "limits", "program.parameters", "program.steps", "program.costs", "buckets", "instructions")
+    names = ("schedule", "certificate", "program", "limits", "program.parameters", "program.steps", "program.costs")
+    titles = (*names, "buckets", "instructions")
     assert {k: v for k, v in sections.items() if k in titles} == dict(zip(titles, page.values()))
