@@ -14,6 +14,7 @@ import pytest
 import zfx.dump
 import zfx.text
 from tests.strategies import link_costs
+from zfx.certificate import Certificate
 from zfx.costs import CostModel
 from zfx.ir import Bucket, Instruction, Parameter, Program, Schedule, Step
 from zfx.limits import Limits
@@ -293,7 +294,7 @@ def test_examples_in_docstrings_and_on_the_page() -> None:
 def test_version_2_has_these_fields_and_the_page_explains_each() -> None:
     """If this fails, a field of `zfx.ir` changed: raise VERSION, and change docs/schedule-format.md."""
     assert zfx.dump.VERSION == 2
-    records = (Schedule, Program, Parameter, Step, CostModel, Limits, Bucket, Instruction)
+    records = (Schedule, Program, Parameter, Step, CostModel, Limits, Bucket, Instruction, Certificate)
     fields = {cls.__name__: [f.name for f in dataclasses.fields(cls)] for cls in records}
     sections = {
         title: re.findall(r"^\| `(\w+)` \|", body, re.M)
