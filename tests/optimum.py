@@ -120,7 +120,7 @@ class Search:
                 yield self.launch(label, "all_gather", point, members, gathers=(*label.gathers, flight))
         for members in subsets(label.pending):
             if self.fills(members, self.limits.reduce_bucket_size):
-                now = label.now + costs.launch_us
+                now = label.now + costs.busy_us(self.size(members, "grad_bytes"))
                 begin = max(now, label.reductions[-1][1] if label.reductions else 0.0)
                 flight = (members, begin + costs.reduce_us(self.size(members, "grad_bytes")))
                 changes = {"now": now, "pending": label.pending & ~members, "reductions": (*label.reductions, flight)}
@@ -147,7 +147,7 @@ class Search:
         """Wait for the oldest gather."""
         (members, end), *rest = label.gathers
         trail = (label.trail, Instruction("wait", point, self.named(members), None))
-        now = max(label.now, end) + self.program.costs.launch_us
+        now = max(label.now, end) + self.program.costs.busy_us(self.size(members, "num_bytes"))
         return replace(label, now=now, live=label.live | members, gathers=tuple(rest), trail=trail)
 
     # --------------------------------------------------------------------------------------------------- over one step

@@ -6,9 +6,10 @@ import copy
 import doctest
 import itertools
 import json
+import math
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zfx.dump
+from zfx.certificate import certify
 from zfx.costs import CostModel, Link, Rate
 from zfx.dump import from_dict, from_json, save, to_dict, to_dot, to_json, to_networkx
 from zfx.ir import Bucket, Instruction, Parameter, Program, Schedule, Step
@@ -94,6 +96,15 @@ def test_json_reads_back_exactly(schedule: Schedule) -> None:
     json.loads(text, parse_constant=pytest.fail)
 
 
+@given(schedules())
+@settings(max_examples=30)
+def test_the_certificate_is_the_schedules_own(schedule: Schedule) -> None:
+    data, certificate = to_dict(schedule), asdict(certify(schedule))
+    plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in certificate.items()}
+    assert data["certificate"] == plain
+    assert str(to_networkx(schedule).graph) == str({"world_size": schedule.program.world_size, **certificate})  # str: nan is nan
+
+
 def test_floats_and_infinities_survive_and_integers_in_their_place_are_the_same_bytes() -> None:
     steps = tuple(Step(str(i), "forward", duration_us=x) for i, x in enumerate((0.1, 1 / 3, 5e-324, 1e308, float("inf"), 3)))
     back = from_json(to_json(Schedule(Program((), steps), Limits())))
@@ -153,6 +164,16 @@ def edited(path: str, value: Any) -> dict[str, Any]:
         ("limits/memory_budget", -1, "schedule.limits: Limits.memory_budget must not be negative"),
         ("limits/memory_budget", [], "schedule.limits.memory_budget must be a whole number, got []"),
         ("kept/0", None, "schedule.kept[0] must be Unicode text, got None"),
+        ("certificate", ..., "schedule lacks the fields ['certificate']"),
+        ("certificate", 1, "schedule.certificate must be an object, got 1"),
+        ("certificate/volume_bound_bytes", ..., "schedule.certificate lacks the fields ['volume_bound_bytes']"),
+        ("certificate/honest", True, "schedule.certificate has unknown fields ['honest']"),
+        ("certificate/peak_bytes", "1", "schedule.certificate.peak_bytes must be a whole number, got '1'"),
+        ("certificate/volume_bound_bytes", 577, "schedule.certificate.volume_bound_bytes is 577, but this schedule gives 576"),
+        ("certificate/time_us", 1.0, "schedule.certificate.time_us is 1.0, but this schedule gives"),
+        ("certificate/time_binds", "luck", "schedule.certificate.time_binds is 'luck', but this schedule gives"),
+        ("program/steps/2/duration_us", 1e6, "schedule.certificate.time_us is"),
+        ("program/parameters/0/num_bytes", 10**400, "schedule.certificate: sizes are too large to be reckoned with"),
     ],
 )
 def test_a_wrong_field_is_named(path: str, value: Any, message: str) -> None:

@@ -354,23 +354,46 @@ def _at_least(num_buckets: float) -> int:
 def _times(schedule: Schedule, events: list[_Event], measures: list[_Measure], volume: _Volume) -> dict[str, float]:
     """Every bound on the time, by name; the plainest first, since that is what is named where several bind."""
     costs, rest = schedule.program.costs, _Rest(schedule, events)
-    num_gathers = max(volume.num_buckets, default=0)
-    steps = [event for event in events if event.step is not None]
-    compute_us = 0.0
-    for step in steps:
-        compute_us += step.duration_us
+    num_buckets, num_bytes = max(volume.num_buckets, default=0), max(volume.num_bytes, default=0.0)
+    compute_us = costs.launch_us * (num_buckets + rest.num_buckets[0]) + (num_bytes + rest.num_bytes[0]) / costs.busy_bytes_per_us
+    for event in events:
+        compute_us += event.duration_us if event.step is not None else 0.0
+    row = _row(events, costs, volume, rest)
+    bare = [(0.0, event.duration_us, 0.0) for event in events]
     return {
-        "compute": compute_us + costs.launch_us * (num_gathers + rest.num_buckets[0]),
-        "gather channel": _busy_us(costs.gather, num_gathers, max(volume.num_bytes, default=0.0)),
+        "compute": compute_us,
+        "gather channel": _transfer_us(costs.gather, num_buckets, num_bytes),
         "reduce channel": rest.us(0),
-        "first gather + compute + last reduction": _in_a_row(events, volume, rest, costs),
-        "critical path": _longest_path(events, [], volume, rest, costs),
-        "critical path under the limits": _longest_path(events, _detours(schedule, events, measures, rest), volume, rest, costs),
+        "first gather + compute + last reduction": _in_a_row(row, volume, rest, costs),
+        "critical path": _longest_path(row, [], volume, rest, costs),
+        "critical path under the limits": _longest_path(bare, _detours(schedule, events, measures, rest), volume, rest, costs),
     }
 
 
-def _busy_us(link: Link, num_buckets: int, num_bytes: float) -> float:
+def _transfer_us(link: Link, num_buckets: int, num_bytes: float) -> float:
     return num_buckets * link.latency_us + num_bytes / link.bytes_per_us if num_buckets else 0.0
+
+
+_Row = list[tuple[float, float, float]]  # by event: the compute time of gathers before it, its own, that of reductions after it
+
+
+def _row(events: list[_Event], costs: CostModel, volume: _Volume, rest: _Rest) -> _Row:
+    """The steps, and what collectives take from compute, as far as that is certain on any path to the row and away from it.
+
+    A gather may be waited for before the path comes to the row, and a reduction launched after it has left. It takes nothing from
+    the row then, but it takes its time on the channel that the path comes by, or leaves by. The lesser of the two is certain.
+    """
+
+    def least(link: Link) -> tuple[float, float]:
+        return min(costs.launch_us, link.latency_us), 1 / max(costs.busy_bytes_per_us, link.bytes_per_us)
+
+    (gather_us, gather_us_of_byte), (reduce_us, reduce_us_of_byte) = least(costs.gather), least(costs.reduce)
+    gathered = [gather_us * k + gather_us_of_byte * n for k, n in zip([0, *volume.num_buckets], [0.0, *volume.num_bytes])]
+    left = [reduce_us * k + reduce_us_of_byte * n for k, n in zip(rest.num_buckets, rest.num_bytes)]
+    return [
+        (gathered[m + 1] - gathered[m], 0.0 if event.step is None else event.duration_us, left[m] - left[m + 1])
+        for m, event in enumerate(events)
+    ]
 
 
 class _Rest:
@@ -394,36 +417,40 @@ class _Rest:
         self.num_buckets.reverse()
 
     def us(self, event: int) -> float:
-        return _busy_us(self._link, self.num_buckets[event], self.num_bytes[event])
+        return _transfer_us(self._link, self.num_buckets[event], self.num_bytes[event])
 
 
-def _in_a_row(events: list[_Event], volume: _Volume, rest: _Rest, costs: CostModel) -> float:
+def _in_a_row(row: _Row, volume: _Volume, rest: _Rest, costs: CostModel) -> float:
     """What the first read needs is gathered, the steps from there to the last completion run, what is left is reduced."""
     now = finish = 0.0
-    for m, event in enumerate(events):
+    for m, (before_us, duration_us, after_us) in enumerate(row):
+        now += before_us
         if volume.num_buckets[m] and not (m and volume.num_buckets[m - 1]):
-            now = max(now, _busy_us(costs.gather, volume.num_buckets[m], volume.num_bytes[m]) + costs.launch_us)
-        now += event.duration_us
+            now = max(now, _transfer_us(costs.gather, volume.num_buckets[m], volume.num_bytes[m]) + costs.launch_us)
+        now += duration_us
         if rest.num_buckets[m] and not rest.num_buckets[m + 1]:
             finish = now + costs.launch_us + rest.us(m)
+        now += after_us
     return max(now, finish)
 
 
-def _longest_path(events: list[_Event], detours: list[_Detour], volume: _Volume, rest: _Rest, costs: CostModel) -> float:
+def _longest_path(row: _Row, detours: list[_Detour], volume: _Volume, rest: _Rest, costs: CostModel) -> float:
     """The longest path to the finish.
 
-    It leads from the start along the row of events, or through all that must be gathered before an event; on along the row and
-    detours; and to the finish along the row, or through all that is still to be reduced after an event.
+    It leads from the start along the row, or through all that must be gathered before an event; on along the row and detours;
+    and to the finish along the row, or through all that is still to be reduced after an event.
     """
     now = finish = 0.0
-    for m, event in enumerate(events):
+    for m, (before_us, duration_us, after_us) in enumerate(row):
+        now += before_us
         if volume.num_buckets[m]:
-            now = max(now, _busy_us(costs.gather, volume.num_buckets[m], volume.num_bytes[m]) + costs.launch_us)
-        now = max([now, *(detour.ready_us(m) for detour in detours)]) + event.duration_us
+            now = max(now, _transfer_us(costs.gather, volume.num_buckets[m], volume.num_bytes[m]) + costs.launch_us)
+        now = max([now, *(detour.ready_us(m) for detour in detours)]) + duration_us
         for detour in detours:
             detour.leave(m, now)
         if rest.num_buckets[m]:
             finish = max(finish, now + costs.launch_us + rest.us(m))
+        now += after_us
     return max(now, finish)
 
 

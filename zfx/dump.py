@@ -19,16 +19,18 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import networkx as nx
 
+from .certificate import Certificate, certify
 from .costs import CostModel
 from .ir import Instruction, Parameter, Schedule, Step
-from .records import Form, write_whole
+from .records import Derived, Form, write_whole
 from .text import by_point, printable, shorten
 
-_FORM = Form(Schedule, "schedule", version=2, again="plan it again")
+_FORM = Form(Schedule, "schedule", version=2, again="plan it again", derived=Derived("certificate", Certificate, certify))
 FORMAT, VERSION = _FORM.format, _FORM.version
 
 _STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce"}
@@ -53,7 +55,7 @@ _NOT_IN_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
-    """The schedule as plain dicts, lists, strings and numbers: what `to_json` writes.
+    """The schedule, and its certificate, as plain dicts, lists, strings and numbers: what `to_json` writes.
 
     Raises:
         ValueError: a value is not of the type that its field declares, or a name is not valid Unicode.
@@ -65,8 +67,8 @@ def from_dict(data: Mapping[str, Any]) -> Schedule:
     """The schedule that `to_dict` took apart. It is checked for form only; whether it is a good schedule is for the verifier.
 
     Raises:
-        ValueError: not this format, another version, a field is missing, unknown or of a wrong type, or the program itself is
-            not possible. The message names the place, e.g. `schedule.program.steps[3].phase`.
+        ValueError: not this format, another version, a field is missing, unknown or of a wrong type, the program itself is not
+            possible, or the certificate is another schedule's. The message names the place, e.g. `schedule.program.steps[3].phase`.
     """
     return _FORM.from_dict(data)
 
@@ -110,7 +112,7 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
         >>> to_networkx(Schedule(Program((), (Step("forward.relu", "forward"),)), Limits())).nodes["step_0"]["stream"]
         'compute'
     """
-    graph = nx.MultiDiGraph(world_size=schedule.program.world_size)
+    graph = nx.MultiDiGraph(world_size=schedule.program.world_size, **asdict(certify(schedule)))
     steps, number = schedule.program.steps, itertools.count()
     parameters, costs = {p.name: p for p in schedule.program.parameters}, schedule.program.costs
     nodes: list[tuple[str, Step | Instruction]] = []
@@ -141,6 +143,7 @@ def to_dot(schedule: Schedule) -> str:
     graph = to_networkx(schedule)
     lines = [
         'digraph "zfx schedule" {',
+        *(f"  {name}={_quote(str(value))};" for name, value in graph.graph.items()),
         '  rankdir=TB; node [shape=box, style="filled,rounded", fontname="Helvetica", fontsize=10];',
     ]
     for stream in ("compute", "gather", "reduce"):
@@ -188,7 +191,7 @@ def _graphml(schedule: Schedule) -> bytes:
         return {k: _NOT_IN_XML.sub(lambda m: printable(m[0]), v) if isinstance(v, str) else v for k, v in texts.items()}
 
     graph, source = nx.MultiDiGraph(), to_networkx(schedule)
-    graph.graph.update(source.graph)
+    graph.graph.update(plain(source.graph))
     graph.add_nodes_from((node, plain(facts)) for node, facts in source.nodes(data=True))
     for number, (before, after, facts) in enumerate(source.edges(data=True)):
         graph.add_edge(before, after, key=f"edge_{number}", **plain(facts))

@@ -87,12 +87,16 @@ class Handle:
             index: which of `schedules`. Default: the latest one with a backward, else the latest.
 
         Raises:
-            ValueError: nothing was captured yet, or the suffix is not known.
+            ValueError: nothing was captured yet, `index` is not one of `schedules`, or the suffix is not known.
         """
         dump.save(self._choose(index), path)
 
     def report(self, index: int | None = None) -> str:
-        """A dozen lines of totals for a person. `index` as in `dump`."""
+        """Totals for a person: memory, volume, time, and how far they are from the best possible. `index` as in `dump`.
+
+        Raises:
+            ValueError: nothing was captured yet, or `index` is not one of `schedules`.
+        """
         return text.report(self._choose(index))
 
     def _choose(self, index: int | None) -> Schedule:
@@ -100,6 +104,8 @@ class Handle:
         if not schedules:
             raise ValueError("nothing is captured yet: call the model once, or model.zfx.plan(*example_inputs)")
         if index is not None:
+            if not -len(schedules) <= index < len(schedules):
+                raise ValueError(f"there is no schedule {index}: {len(schedules)} captured so far")
             return schedules[index]
         return next((s for s in reversed(schedules) if s.program.turn is not None), schedules[-1])
 

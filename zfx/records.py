@@ -10,9 +10,24 @@ import os
 import reprlib
 import secrets
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A record that follows from another and is written beside it. When it is read back it must be what follows.
+
+    Attributes:
+        name: its key, and what it is called.
+        record: its class.
+        of: makes it.
+    """
+
+    name: str
+    record: type
+    of: Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +39,14 @@ class Form:
         what: what it is called, e.g. "schedule"; `format` is "zfx." and that.
         version: of the records in it.
         again: what to do about an older one.
+        derived: what is written beside the record's own fields.
     """
 
     record: type
     what: str
     version: int
     again: str
+    derived: Derived | None = None
 
     @property
     def format(self) -> str:
@@ -41,14 +58,15 @@ class Form:
         Raises:
             ValueError: a value is not of the type that its field declares, or a text is not valid Unicode.
         """
-        return {"format": self.format, "version": self.version, **_encode(value, self.record, self.what)}
+        body = _encode(value, self.record, self.what)
+        return {"format": self.format, "version": self.version, **self._derive(value), **body}
 
     def from_dict(self, data: Any) -> Any:
         """The record that `to_dict` took apart.
 
         Raises:
-            ValueError: not this format, another version, a field is missing, unknown or of a wrong type, or the record refuses its
-                values. The message names the place, e.g. `schedule.program.steps[3].phase`.
+            ValueError: not this format, another version, a field is missing, unknown or of a wrong type, the record refuses its
+                values, or what is derived differs. The message names the place, e.g. `schedule.program.steps[3].phase`.
         """
         if not isinstance(data, Mapping) or data.get("format") != self.format:
             found = data.get("format") if isinstance(data, Mapping) else data
@@ -62,8 +80,29 @@ class Form:
             raise ValueError(
                 f"the {self.what} has version {version}, this zfx reads up to {self.version}: read it with a newer zfx"
             )
-        body = {key: value for key, value in data.items() if key not in ("format", "version")}
-        return _decode(body, self.record, self.what)
+        more = (self.derived.name,) if self.derived else ()
+        value = _decode({key: data[key] for key in data if key not in ("format", "version", *more)}, self.record, self.what)
+        if self.derived:
+            self._compare(self.derived, data, self._derive(value)[self.derived.name])
+        return value
+
+    def _derive(self, value: Any) -> dict[str, Any]:
+        if self.derived is None:
+            return {}
+        where = f"{self.what}.{self.derived.name}"
+        try:
+            return {self.derived.name: _encode(self.derived.of(value), self.derived.record, where)}
+        except OverflowError:
+            raise ValueError(f"{where}: sizes are too large to be reckoned with") from None
+
+    def _compare(self, derived: Derived, data: Mapping[str, Any], expected: dict[str, Any]) -> None:
+        where = f"{self.what}.{derived.name}"
+        if derived.name not in data:
+            raise ValueError(f"{self.what} lacks the fields ['{derived.name}']")
+        found = _encode(_decode(data[derived.name], derived.record, where), derived.record, where)
+        for name, value in expected.items():
+            if found[name] != value:
+                raise ValueError(f"{where}.{name} is {_brief(found[name])}, but this {self.what} gives {_brief(value)}")
 
     def to_json(self, value: Any) -> str:
         """ASCII only; equal records give equal text, and `from_json` gives an equal record back.

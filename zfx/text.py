@@ -1,4 +1,4 @@
-"""A schedule for people: `render`, one line a step, is what `print(schedule)` shows; `report` is a dozen lines of totals.
+"""A schedule for people: `render`, one line a step, is what `print(schedule)` shows; `report` is a page of totals.
 
     step       name       op            live  before the step
        0 fwd   forward.mm aten.mm   12.0 KiB  gather 0: up.weight +1 packed; wait 0
@@ -9,24 +9,19 @@ parameter counts 0 bytes, a point outside the program is drawn at its nearest en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from .certificate import Certificate, certify
 from .ir import Instruction, Parameter, Schedule
 from .limits import Limits
+from .replay import replay
+from .simulate import Moment, simulate
 
 WIDTH = 120
 _NO_LIMIT = 2**31
 _NAME_WIDTHS = (40, 30, 24, 18, 14)
 _MARK = {"forward": "fwd", "turn": "turn", "backward": "bwd"}
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What is gathered or being unpacked at one moment. Nothing else (gradients, activations) is counted."""
-
-    num_elements: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,42 +51,6 @@ def packed_members(schedule: Schedule, instruction: Instruction) -> tuple[str, .
         return ()
     packed = set(schedule.buckets[bucket].packed)
     return tuple(name for name in instruction.parameters if name in packed)
-
-
-def held(schedule: Schedule) -> list[list[Held]]:
-    """What is held at each point: on arrival there, then after each of its instructions. The last entry is what the step sees.
-
-    Gathered parameters count from all_gather to release, packed ones twice from all_gather to wait.
-    """
-    sizes = {p.name: (p.num_elements, p.num_bytes) for p in schedule.program.parameters}
-    gathered: set[str] = set()
-    packing: dict[int | None, tuple[str, ...]] = {}
-
-    def total(names: Iterable[str]) -> Held:
-        found = [sizes.get(name, (0, 0)) for name in names]
-        return Held(sum(elements for elements, _ in found), sum(num_bytes for _, num_bytes in found))
-
-    moment, rows = Held(0, 0), []
-    for instructions in by_point(schedule):
-        rows.append([moment])
-        for instruction in instructions:
-            names = set(instruction.parameters)
-            more, less = Held(0, 0), Held(0, 0)
-            if instruction.kind == "all_gather":
-                less = total(packing.pop(instruction.bucket, ()))
-                packing[instruction.bucket] = packed_members(schedule, instruction)
-                more = total((*(names - gathered), *packing[instruction.bucket]))
-                gathered |= names
-            elif instruction.kind == "wait":
-                less = total(packing.pop(instruction.bucket, ()))
-            elif instruction.kind == "release":
-                less = total(names & gathered)
-                gathered -= names
-            moment = Held(
-                moment.num_elements + more.num_elements - less.num_elements, moment.num_bytes + more.num_bytes - less.num_bytes
-            )
-            rows[-1].append(moment)
-    return rows
 
 
 def render(schedule: Schedule, *, full: bool = False) -> str:
@@ -124,25 +83,31 @@ def report(schedule: Schedule) -> str:
         >>> print(report(Schedule(Program((), (), world_size=4), Limits())).splitlines()[0])
         ranks                4
     """
-    program = schedule.program
+    program, simulation, certificate = schedule.program, simulate(schedule), certify(schedule)
     gathers, reductions = _traffic(schedule, "all_gather"), _traffic(schedule, "reduce_scatter")
     phases = [s.phase for s in program.steps]
     limit = schedule.limits.max_live_parameters
-    peak = max(h.num_elements for row in held(schedule) for h in row)
-    compute_us = sum(s.duration_us for s in program.steps)
+    peak = max((state.num_elements for state in replay(schedule)), default=0)
     rows = {
         "ranks": f"{program.world_size:,}",
         "steps": f"{phases.count('forward'):,} forward, {phases.count('backward'):,} backward",
         "parameters": _parameters(schedule),
-        "peak": _peak(schedule),
+        "gathered peak": _peak(schedule),
         "max_live_parameters": f"{limit:,} elements" + (f", {peak / limit:.1%} used at the peak" if limit else ""),
+        "memory peak": f"{_split(simulation.peak)}, {_where(schedule, simulation.peak.point)}",
+        "end of forward": _split(simulation.forward_end),
+        "end of backward": _split(simulation.backward_end),
         "kept": _kept(schedule),
         "gathers": _moved(gathers),
         "reductions": _moved(reductions),
         "mean bucket": f"{_mean(gathers)} gathered, {_mean(reductions)} reduced",
-        "compute": f"{human_time(compute_us)} estimated",
         "communication": f"{human_time(gathers.duration_us + reductions.duration_us)} estimated: "
         f"gathers {human_time(gathers.duration_us)}, reductions {human_time(reductions.duration_us)}",
+        "step time": f"{human_time(simulation.finish_us)} estimated: compute {human_time(simulation.compute_us)}, "
+        f"launches {human_time(simulation.overhead_us)}, exposed communication {human_time(simulation.exposed_us)}",
+        "certificate": f"time {_of_bound(certificate.time_ratio, certificate.time_binds)}",
+        "": f"volume {_of_bound(certificate.volume_ratio, certificate.volume_binds)}",
+        " ": f"memory {_of_bound(certificate.peak_ratio, certificate.peak_binds)}",
     }
     return "\n".join(_clip(f"{key:<20} {value}", False) for key, value in rows.items())
 
@@ -247,19 +212,37 @@ def _kept(schedule: Schedule) -> str:
 
 
 def _peak(schedule: Schedule) -> str:
-    """The most that is held, in elements and in bytes; with mixed dtypes the two need not peak at the same step."""
-    rows = [(point, moment) for point, row in enumerate(held(schedule)) for moment in row]
-    by_elements = max(rows, key=lambda row: row[1].num_elements)
-    by_bytes = max(rows, key=lambda row: row[1].num_bytes)
-    if by_elements[1].num_bytes == by_bytes[1].num_bytes:
+    """The most that is gathered or packed, in elements and in bytes; with mixed dtypes the two need not peak at the same step."""
+    rows = [(state.point, state.num_elements, state.gathered_bytes + state.packing_bytes) for state in replay(schedule)]
+    rows = rows or [(len(schedule.program.steps), 0, 0)]
+    by_elements = max(rows, key=lambda row: row[1])
+    by_bytes = max(rows, key=lambda row: row[2])
+    if by_elements[2] == by_bytes[2]:
         by_bytes = by_elements
+    first = f" {_where(schedule, by_elements[0])}" if by_elements[0] != by_bytes[0] else ""
+    return f"{by_elements[1]:,} elements{first}, {human_bytes(by_bytes[2])} {_where(schedule, by_bytes[0])}"
+
+
+def _where(schedule: Schedule, point: int) -> str:
     steps = schedule.program.steps
+    return f"at step {point} ({printable(steps[point].name)})" if point < len(steps) else "after the last step"
 
-    def where(point: int) -> str:
-        return f"at step {point} ({printable(steps[point].name)})" if point < len(steps) else "after the last step"
 
-    first = f" {where(by_elements[0])}" if by_elements[0] != by_bytes[0] else ""
-    return f"{by_elements[1].num_elements:,} elements{first}, {human_bytes(by_bytes[1].num_bytes)} {where(by_bytes[0])}"
+def _split(moment: Moment) -> str:
+    """What is held, by kind; nothing is said of what there is nothing of."""
+    kinds = ("parameters", "packing", "gradients", "activations", "shards")
+    parts = [f"{kind} {human_bytes(getattr(moment, kind))}" for kind in kinds if getattr(moment, kind)]
+    return human_bytes(moment.total) + (": " + ", ".join(parts) if parts else "")
+
+
+def _of_bound(ratio: float, binds: str) -> str:
+    return f"{ratio:.2f} of the bound; binds: {printable(binds)}"
+
+
+def _certified(certificate: Certificate) -> str:
+    ratios = (certificate.time_ratio, certificate.volume_ratio, certificate.peak_ratio)
+    time, volume, memory = (f"{ratio:.2f}" for ratio in ratios)
+    return f"time {time} of the bound (binds: {printable(certificate.time_binds)}), volume {volume}, memory {memory}"
 
 
 def _header(schedule: Schedule) -> list[str]:
@@ -273,6 +256,7 @@ def _header(schedule: Schedule) -> list[str]:
         f"reductions   {_moved(_traffic(schedule, 'reduce_scatter'))}",
         f"peak         {_peak(schedule)}",
         f"kept         {_kept(schedule)}",
+        f"certificate  {_certified(certify(schedule))}",
     ]
 
 
@@ -287,7 +271,7 @@ def _table(schedule: Schedule, full: bool) -> list[str]:
 
 
 def _rows(schedule: Schedule, full: bool, name_width: int, op_width: int) -> list[str]:
-    steps, points, live = schedule.program.steps, by_point(schedule), held(schedule)
+    steps, points, live = schedule.program.steps, by_point(schedule), _live(schedule)
     names = ["name", *(shorten(s.name, name_width) for s in steps)]
     ops = ["op", *(shorten(s.op.removesuffix(".default"), op_width) for s in steps)] if op_width else [""] * len(names)
     wide_name, wide_op = max([10, *map(len, names)]), max(map(len, ops))
@@ -303,16 +287,26 @@ def _rows(schedule: Schedule, full: bool, name_width: int, op_width: int) -> lis
         at_end = point == len(steps)
         landmark = full or at_end or bool(instructions) or steps[point].phase == "turn"
         if landmark and quiet > 1:
-            num_bytes = human_bytes(live[point - 1][-1].num_bytes)
+            num_bytes = human_bytes(live[point - 1])
             lines[-quiet:] = [row("...", "", f"{quiet} steps", "", num_bytes, "")]
         quiet = 0 if landmark else quiet + 1
-        num_bytes = human_bytes(live[point][-1].num_bytes)
+        num_bytes = human_bytes(live[point])
         what = _what(schedule, instructions, max(width, 20), full)
         if not at_end:
             lines.append(row(str(point), _MARK[steps[point].phase], names[point + 1], ops[point + 1], num_bytes, what))
         elif instructions:
             lines.append(row("end", "", "", "", num_bytes, what))
     return lines
+
+
+def _live(schedule: Schedule) -> list[int]:
+    """Bytes gathered and packed while each step runs, and at the end."""
+    live, num_bytes = [], 0
+    for state in replay(schedule):
+        num_bytes = state.gathered_bytes + state.packing_bytes
+        if state.step is not None:
+            live.append(num_bytes)
+    return [*live, num_bytes]
 
 
 def _what(schedule: Schedule, instructions: Sequence[Instruction], width: int, full: bool) -> str:
