@@ -17,14 +17,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import re
 from importlib import resources
 from typing import Any
 
 from .certificate import Certificate, certify
 from .ir import Schedule
-from .reasons import Story, tell
+from .reasons import Story, finite, tell
 from .simulate import Moment
 from .text import printable
 
@@ -156,8 +155,7 @@ def payload(story: Story, certificate: Certificate) -> dict[str, Any]:
 
 
 def _certified(achieved: float, bound: float, ratio: float, binds: str) -> dict[str, Any]:
-    """A line of the certificate. JSON has no infinity, which the ratio to a bound of nothing is."""
-    return {"achieved": achieved, "bound": bound, "ratio": ratio if math.isfinite(ratio) else None, "binds": printable(binds)}
+    return {"achieved": achieved, "bound": finite(bound), "ratio": finite(ratio), "binds": printable(binds)}
 
 
 def _asset(name: str) -> str:

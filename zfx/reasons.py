@@ -98,7 +98,8 @@ def tell(schedule: Schedule) -> Story:
         Released right after its last read, step 0 (mul). Nothing reads it later.
     """
     simulation = simulate(schedule)
-    if not math.isfinite(simulation.finish_us):
+    times = (simulation.finish_us, *(t.end_us for t in simulation.steps), *(s.end_us for s in simulation.spans))
+    if not all(math.isfinite(us * 1_000) for us in times):  # in nanoseconds, too
         raise ValueError("by its cost model the schedule takes for ever: there is no picture of that")
     teller = _Teller(schedule, simulation)
     collectives = teller.collectives()
@@ -196,7 +197,17 @@ class _Teller:
             return [f"No earlier: the {'forward' if point == 0 else 'backward'} starts here."]
         bucket = bucket_of(self.schedule, instruction.bucket)
         members = [self._size(name) for name in (*instruction.parameters, *(bucket.packed if bucket else ()))]
-        problem = self._too_much(self.runs[min(point, len(self.runs)) - 1], place, members)
+        first = self.runs[min(point, len(self.runs)) - 1]
+        freed = {
+            name
+            for moment in self.simulation.moments[first:place]
+            if moment.instruction is not None and moment.instruction.kind == "release"
+            for name in moment.instruction.parameters
+        }
+        there = next((name for name in instruction.parameters if name in freed), None)
+        if there is not None:
+            return [f"No earlier: one step before, {printable(there)} is still there."]
+        problem = self._too_much(first, place, members)
         return [f"No earlier: one step before, {problem}."] if problem else []
 
     # ------------------------------------------------------------------------------------------------------------ lives
@@ -223,7 +234,7 @@ class _Teller:
         for name, row in by_name.items():
             for (gather, first, last), after in zip(row, [*row[1:], None]):
                 reads = self._reads_within(name, first, last)
-                found.append(Life(name, gather, first, last, reads, self._life(name, first, last, reads, after)))
+                found.append(Life(name, gather, first, last, reads, self._life(name, last, reads, after)))
         return tuple(sorted(found, key=lambda life: life.first))
 
     def _reads_within(self, name: str, first: int, end: int) -> tuple[int, ...]:
@@ -231,11 +242,11 @@ class _Teller:
         return tuple(reads[bisect_left(reads, bisect_left(self.runs, first)) : bisect_left(reads, bisect_left(self.runs, end))])
 
     def _life(
-        self, name: str, first: int, end: int, reads: tuple[int, ...], after: tuple[int | None, int, int] | None
+        self, name: str, end: int, reads: tuple[int, ...], after: tuple[int | None, int, int] | None
     ) -> tuple[str, ...]:
         moments, turn = self.simulation.moments, self.program.turn
         why = []
-        if turn is not None and first < self.runs[turn] < end:
+        if turn is not None and reads and reads[0] < turn < reads[-1]:
             why.append(f"Kept across the turn: {self._saved(name)}.")
         elif (gap := self._widest_gap(reads)) and self._gap_us(gap) > self._gather_us(name):
             held = f"{human_bytes(self._size(name).num_bytes)} for {human_time(self._gap_us(gap))}"
@@ -297,6 +308,11 @@ class _Teller:
         return self.sizes.get(name) or Parameter(name, 0, 0)
 
 
+def finite(value: float) -> float | None:
+    """JSON has no infinity, which a bound or the ratio to a bound of nothing can be."""
+    return value if math.isfinite(value) else None
+
+
 def _queue(span: Span, before: Span | None) -> list[str]:
     """How long it stands behind the collective before it on its channel."""
     if before is None or span.start_us <= span.launch_us:
@@ -308,4 +324,4 @@ def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
-__all__ = ["Collective", "Life", "Story", "tell"]
+__all__ = ["Collective", "Life", "Story", "finite", "tell"]

@@ -20,7 +20,7 @@ from typing import Any
 
 from .certificate import certify
 from .ir import Instruction, Schedule, Step
-from .reasons import Collective, Story, tell
+from .reasons import Collective, Story, finite, tell
 from .text import printable
 
 THREADS = {"phase": 1, "compute": 2, "gather": 3, "reduce": 4}
@@ -57,7 +57,7 @@ def to_trace(schedule: Schedule) -> str:
             "costs": printable(schedule.program.costs.source),
             "finish_us": story.simulation.finish_us,
             "exposed_us": story.simulation.exposed_us,
-            "time_bound_us": certificate.time_bound_us,
+            "time_bound_us": finite(certificate.time_bound_us),
             "volume_bytes": certificate.volume_bytes,
             "volume_bound_bytes": certificate.volume_bound_bytes,
             "peak_bytes": certificate.peak_bytes,
