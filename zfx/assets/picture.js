@@ -568,11 +568,11 @@ function drawView() {
 }
 
 function show(from, to) {
-  const least = finish * 1e-8, span = Math.min(Math.max(to - from, least), finish);
-  const begin = Math.min(Math.max(from, 0), finish - span);
-  chart.dispatchAction({ type: "dataZoom", dataZoomId: "inside", start: (100 * begin) / finish, end: (100 * (begin + span)) / finish });
+  const beyond = Math.max(-from, 0) - Math.max(to - finish, 0); // what sticks out at one end is moved to the other
+  const begin = Math.max(from + beyond, 0), end = Math.min(to + beyond, finish);
+  chart.dispatchAction({ type: "dataZoom", dataZoomId: "inside", start: (begin / finish) * 100, end: (end / finish) * 100 });
 }
-const pan = (part) => { const [from, to] = state.view, by = (to - from) * part, move = Math.min(Math.max(by, -from), finish - to); show(from + move, to + move); };
+const pan = (part) => { const [from, to] = state.view, by = (to - from) * part; show(from + by, to + by); };
 function zoom(factor) {
   const [from, to] = state.view, at = state.pointer === null ? (from + to) / 2 : state.pointer;
   show(at - (at - from) * factor, at + (to - at) * factor);
@@ -826,7 +826,7 @@ addEventListener("keydown", (event) => {
 element.append(cursor);
 chart.on("datazoom", (event) => {
   const { start, end } = event.batch ? event.batch[0] : event;
-  state.view = [(finish * start) / 100, (finish * end) / 100];
+  state.view = [finish * (start / 100), finish * (end / 100)];
   drawView();
   tip.hidden = true;
 });
