@@ -68,12 +68,27 @@ def test_the_link_makes_passes_a_part_of_zfx() -> None:
 def test_a_wheel_holds_every_module_once_and_nothing_else(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     expected = {f"zfx/{name}" for name in modules(ROOT / "zfx")} | {f"zfx/passes/{name}" for name in modules(ROOT / "passes")}
-    assert sorted(names) == sorted(expected | {"zfx/py.typed"})
+    data = {f"zfx/assets/{path.name}" for path in (ROOT / "zfx" / "assets").iterdir()}
+    assert sorted(names) == sorted(expected | data | {"zfx/py.typed"})
 
 
 def test_a_wheel_carries_the_licence(wheel: Path) -> None:
     (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("LICENSE"))
     assert "The zfx authors" in zipfile.ZipFile(wheel).read(name).decode()
+
+
+def test_the_licences_of_what_is_bundled_come_with_it() -> None:
+    """ECharts' own file names what is compiled into it; each has its licence beside it."""
+    library = (ROOT / "zfx" / "assets" / "echarts.min.js").read_text("utf-8")
+    assert "Licensed to the Apache Software Foundation" in library[:200]
+    for name, words in {
+        "LICENSE-echarts": "Apache License",
+        "NOTICE-echarts": "The Apache Software Foundation",
+        "LICENSE-zrender": "Baidu Inc.",
+        "LICENSE-d3": "Mike Bostock",
+        "LICENSE-tslib": "Microsoft Corporation",
+    }.items():
+        assert words in (ROOT / "zfx" / "assets" / name).read_text("utf-8")
 
 
 SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in ("folder", "sdist")]

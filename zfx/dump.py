@@ -27,8 +27,10 @@ import networkx as nx
 from .certificate import Certificate, certify
 from .costs import CostModel
 from .ir import Instruction, Parameter, Schedule, Step
+from .picture import to_html
 from .records import Derived, Form, write_whole
 from .text import by_point, printable, shorten
+from .trace import to_trace
 
 _FORM = Form(Schedule, "schedule", version=2, again="plan it again", derived=Derived("certificate", Certificate, certify))
 FORMAT, VERSION = _FORM.format, _FORM.version
@@ -161,10 +163,12 @@ def to_dot(schedule: Schedule) -> str:
 
 
 def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write the schedule to a file whose suffix says how: .json, .dot or .graphml. The file appears whole or not at all.
+    """Write the schedule to a file whose suffix says how: .json, .dot, .graphml, .html or .trace.json.
+
+    The file appears whole or not at all.
 
     Raises:
-        ValueError: another suffix, or as `to_dict`.
+        ValueError: another suffix, or as `to_dict`, `picture.to_html` and `trace.to_trace`.
         OSError: the file cannot be written.
     """
     write_whole(path, writer_of(path)(schedule))
@@ -178,7 +182,7 @@ def writer_of(path: str | os.PathLike[str]) -> Callable[[Schedule], bytes]:
     """
     name = os.path.basename(os.fspath(path)).lower()
     suffix = next((s for s in _WRITERS if name.endswith(s)), None)
-    if suffix is None or name.endswith(".trace.json"):
+    if suffix is None:
         raise ValueError(f"cannot save a schedule as {os.fspath(path)!r}: the suffix must be one of {', '.join(_WRITERS)}")
     return _WRITERS[suffix]
 
@@ -200,7 +204,10 @@ def _graphml(schedule: Schedule) -> bytes:
     return file.getvalue()
 
 
+# A name takes the first suffix that fits.
 _WRITERS: dict[str, Callable[[Schedule], bytes]] = {
+    ".trace.json": lambda schedule: to_trace(schedule).encode("ascii"),
+    ".html": lambda schedule: to_html(schedule).encode("utf-8"),
     ".json": lambda schedule: to_json(schedule).encode("ascii"),
     ".dot": lambda schedule: to_dot(schedule).encode("utf-8"),
     ".graphml": _graphml,

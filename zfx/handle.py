@@ -81,7 +81,7 @@ class Handle:
         return self._engine.capture(self._model, args, kwargs)
 
     def dump(self, path: str | os.PathLike[str], index: int | None = None) -> None:
-        """Write a schedule to `path`: .json, .dot or .graphml by its suffix.
+        """Write a schedule to `path`, by its suffix: .html (a page to look at), .trace.json (Perfetto), .json, .dot, .graphml.
 
         Args:
             index: which of `schedules`. Default: the latest one with a backward, else the latest.
