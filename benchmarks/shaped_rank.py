@@ -1,53 +1,56 @@
-"""One rank of `shaped_link.py`: measures the link, then trains the same model under several systems, step by step in turn."""
+"""One rank of `shaped_link.py`: measures the link, calibrates, then trains one model under several systems, a step of each in turn.
+
+Each step is timed from a barrier, in three parts: forward, backward, update (gradient clipping, AdamW, zero_grad). Turns make a slow
+spell of the machine hit all systems alike. Rank 0 writes what it measured as JSON.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from tqdm import tqdm
 from workloads import WORKLOADS, Workload
 
 import zfx
+from zfx.calibrate import calibrate
+from zfx.certificate import certify
+from zfx.channels import channels_for
+from zfx.costs import CostModel
 
-NOTHING_KEPT = zfx.Limits(max_reuse_distance=0, param_persistence_threshold=0)
-
-
-def fsdp2(workload: Workload) -> nn.Module:
-    model, mesh = workload.model(), init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def ours(limits: zfx.Limits, costs: zfx.CostModel | None) -> Callable[[Workload], nn.Module]:
-    return lambda workload: zfx.compile(workload.model(), limits=limits, costs=costs)
+LIMITS = {"nothing kept": zfx.Limits(max_reuse_distance=0, param_persistence_threshold=0), "default limits": zfx.Limits()}
+TRANSFER_BYTES, NUM_TRANSFERS = 4 * 2**20, 8
+TIMEOUT_S = 300.0  # a rank may be slow: nothing here may depend on how slow
 
 
 @dataclass
 class Trainer:
-    """A model under one system, and how long the parts of its steps took, in seconds."""
+    """A model under one system, and the seconds that its steps took."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {"forward": [], "backward": [], "update": [], "step": [], "cpu": [], "queued": []})
+    optimizer: torch.optim.Optimizer = field(init=False)
+    seconds: dict[str, list[float]] = field(init=False)
 
-    @classmethod
-    def of(cls, model: nn.Module) -> Trainer:
-        return cls(model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+        self.seconds = {name: [] for name in ("forward", "backward", "update", "step", "cpu", "queued")}
+        self.sent_bytes: list[int] = []
 
-    def step(self, batch: tuple[torch.Tensor, torch.Tensor], record: bool) -> float:
+    def step(self, batch: tuple[Tensor, Tensor], record: bool) -> None:
         dist.barrier()
-        cpu, queued, times = time.process_time(), queued_s(), [time.perf_counter()]
+        sent_bytes, cpu, queued, times = _sent_bytes(), time.process_time(), _queued_s(), [time.perf_counter()]
         loss = self.model(*batch)
         times.append(time.perf_counter())
         loss.backward()
@@ -58,41 +61,116 @@ class Trainer:
         times.append(time.perf_counter())
         if record:
             parts = [after - before for before, after in zip(times, times[1:])]
-            for name, value in zip(self.seconds, [*parts, times[-1] - times[0], time.process_time() - cpu, queued_s() - queued]):
-                self.seconds[name].append(value)
-        return float(loss.detach())
+            rest = [times[-1] - times[0], time.process_time() - cpu, _queued_s() - queued]
+            for values, value in zip(self.seconds.values(), [*parts, *rest]):
+                values.append(value)
+            self.sent_bytes.append(_sent_bytes() - sent_bytes)
+
+    def result(self) -> dict[str, Any]:
+        """Medians; for what zfx planned, its own account of the step too."""
+        schedules = self.model.zfx.schedules if hasattr(self.model, "zfx") else ()
+        row: dict[str, Any] = {f"{name}_s": statistics.median(values) for name, values in self.seconds.items()}
+        row["compute_s"] = statistics.median(map(sum, zip(self.seconds["forward"], self.seconds["backward"])))
+        row |= {"steps_s": self.seconds["step"], "sent_bytes": statistics.median(self.sent_bytes)}
+        for schedule in schedules:
+            certificate = certify(schedule)
+            row |= {"predicted_s": certificate.time_us / 1e6, "bound_s": certificate.time_bound_us / 1e6, "binds": certificate.time_binds}
+        return row
 
 
-def queued_s() -> float:
-    """Seconds that this thread has waited for a core so far."""
-    with open("/proc/thread-self/schedstat") as file:
-        return int(file.read().split()[1]) / 1e9
+def fsdp2(workload: Workload) -> nn.Module:
+    """FSDP2 as its tutorials have it: each block is a unit, and the rest is one; all are resharded after the forward."""
+    model, mesh = workload.model(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def compiled(workload: Workload, limits: zfx.Limits, costs: CostModel | None) -> nn.Module:
+    return zfx.compile(workload.model(), limits=limits, costs=costs, uniform=True, timeout=TIMEOUT_S)
+
+
+def calibrated(workload: Workload, batch: tuple[Tensor, Tensor]) -> CostModel:
+    """Costs measured on this link, with the operators of this model on its own shapes."""
+    model = compiled(workload, zfx.Limits(), None)
+    model.zfx.plan(*batch)
+    return calibrate(model.zfx.graphs)
+
+
+def measure_link(num_rounds: int = 5) -> dict[str, float]:
+    """Megabytes a second that each rank sends through zfx's own wire: gathers alone, reductions alone, and both at once; and the
+    milliseconds that a collective of 8 bytes takes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    channels = channels_for(mesh, TIMEOUT_S)
+    world_size, n = channels.gathers.world_size, TRANSFER_BYTES // 4 // channels.gathers.world_size
+    shard, whole = torch.zeros(n), torch.zeros(n * world_size)
+    buffers = [torch.zeros(world_size, n) for _ in range(NUM_TRANSFERS)]
+
+    def gathers() -> list[Callable[[], Any]]:
+        return [channels.gathers.all_gather([out], [shard]) for out in buffers]
+
+    def reductions() -> list[Callable[[], Any]]:
+        return [channels.reductions.reduce_scatter([whole], [n]) for _ in buffers]
+
+    def tiny() -> list[Callable[[], Any]]:
+        return [channels.gathers.all_gather([buffers[0][:, :1]], [shard[:1]])]
+
+    kinds = {"gathers": gathers, "reductions": reductions, "both": lambda: [*gathers(), *reductions()], "latency": tiny}
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(num_rounds):
+        for name, launch in kinds.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for wait in launch():
+                wait()
+            seconds[name].append(time.perf_counter() - start)
+    sent_mb = NUM_TRANSFERS * TRANSFER_BYTES * (world_size - 1) / world_size / 1e6
+    once = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "gathers_mb_per_s": sent_mb / once["gathers"],
+        "reductions_mb_per_s": sent_mb / once["reductions"],
+        "both_mb_per_s": 2 * sent_mb / once["both"],
+        "latency_ms": once["latency"] * 1e3,
+    }
+
+
+def _sent_bytes() -> int:
+    """Bytes that left this rank's network namespace so far, headers included."""
+    rows = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return sum(int(row.split(":")[1].split()[8]) for row in rows)
+
+
+def _queued_s() -> float:
+    """Seconds that this thread was ready to run and had no core."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True, help="file for rank 0's results")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    workload = WORKLOADS[args.workload]
-    trainers = {
-        "fsdp2": Trainer.of(fsdp2(workload)),
-        "zfx nothing kept": Trainer.of(ours(NOTHING_KEPT, None)(workload)),
-        "zfx default limits": Trainer.of(ours(zfx.Limits(), None)(workload)),
-    }
+    rank, workload = dist.get_rank(), WORKLOADS[args.workload]
     batches = workload.batches(rank, 2)
-    for round in range(-args.warmup, args.rounds):
-        for name, trainer in trainers.items():
-            loss = trainer.step(batches[round % 2], record=round >= 0)
-            if rank == 0:
-                print(round, name, loss, {k: round_(v[-1]) for k, v in trainer.seconds.items() if v}, os.getloadavg()[0], flush=True)
+    link = measure_link()
+    costs = calibrated(workload, batches[0])
+    trainers = {"no communication": Trainer(workload.model()), "FSDP2": Trainer(fsdp2(workload))}
+    trainers |= {f"zfx, {name}": Trainer(compiled(workload, limits, costs)) for name, limits in LIMITS.items()}
+    trainers |= {f"zfx, {name}, costs by default": Trainer(compiled(workload, limits, None)) for name, limits in LIMITS.items()}
+    num_warmups = 2
+    for turn in tqdm(range(num_warmups + args.rounds), unit="round", disable=rank != 0):
+        for trainer in trainers.values():
+            trainer.step(batches[turn % 2], record=turn >= num_warmups)
+    if rank == 0:
+        record = {"link": link, "costs": str(costs.gather) + str(costs.reduce), "load": os.getloadavg()[0], "torch": torch.__version__}
+        record["systems"] = {name: trainer.result() for name, trainer in trainers.items()}
+        args.out.write_text(json.dumps(record))
     dist.barrier()
+    dist.destroy_process_group()
 
-def round_(x): return float(f"{x:.3f}")
 
 if __name__ == "__main__":
     main()
