@@ -56,8 +56,9 @@ class ShapedLink:
             self._holders.append(subprocess.Popen([*_WITH_US, "unshare", "--net", "sleep", "infinity"]))
         for holder in self._holders:
             _wait_until_apart(holder)
-        (ours, theirs), (first, second) = self.interfaces, (str(holder.pid) for holder in self._holders)
-        self.call(0, ["ip", "link", "add", ours, "type", "veth", "peer", "name", theirs, "netns", second])
+        ours, theirs = self.interfaces
+        peer = ["peer", "name", theirs, "netns", str(self._holders[1].pid)]
+        self.call(0, ["ip", "link", "add", ours, "type", "veth", *peer])
         for end, (name, address) in enumerate(zip(self.interfaces, self.addresses)):
             self.call(end, ["ip", "address", "add", f"{address}/30", "dev", name])
             self.call(end, ["ip", "link", "set", "lo", "up"])

@@ -9,8 +9,9 @@ Each rank has a network namespace of its own, one compute thread, and as its onl
     step        median seconds of forward, backward and update (clipping, AdamW), and the same over FSDP2's
     fwd+bwd     of that, what a schedule governs
     bound       the certificate's: no schedule under these limits is faster, with costs calibrated on this very link and model
-    traffic     what the bytes that this rank sent take at the rate that the link was measured to have. The certificate gives gathers
-                and reductions a channel each; here both share one link, so this is a bound, too, and the larger of the two counts
+    traffic     what the bytes that this rank sent take at the rate that the link was measured to have. The certificate gives
+                gathers and reductions a channel each; here both share one link, so this is a bound, too
+    ratio       fwd+bwd over the larger of the two bounds
     queued      how long the compute thread waited for a core: more than a tenth of the step, and other work was in the way
 
 Neither bound knows how ranks disturb each other: the network stack, gloo's threads and the ranks share the machine's cores.
@@ -48,7 +49,8 @@ def run_ranks(link: ShapedLink, workload: str, rounds: int, nice: int, timeout_s
         command = [sys.executable, str(HERE / "shaped_rank.py"), f"--workload={workload}", f"--rounds={rounds}", f"--out={out}"]
         try:
             for rank, interface in enumerate(link.interfaces):
-                ranks.append(subprocess.Popen(link.inside(rank, command), env=_environment(link, rank, interface), start_new_session=True))
+                environment = _environment(link, rank, interface)
+                ranks.append(subprocess.Popen(link.inside(rank, command), env=environment, start_new_session=True))
                 if nice:  # of the session's group, which is what counts where the kernel groups processes by session
                     Path(f"/proc/{ranks[-1].pid}/autogroup").write_text(str(nice))
             end = time.monotonic() + timeout_s
@@ -82,16 +84,17 @@ def _environment(link: ShapedLink, rank: int, interface: str) -> dict[str, str]:
 
 
 def table(gbit_per_s: float, record: dict[str, Any]) -> str:
-    link, systems = record["link"], record["systems"]
+    systems = record["systems"]
     base = systems["FSDP2"]["step_s"]
     lines = [
-        f"{gbit_per_s:g} Gbit/s, torch {record['torch']}, load {record['load']:.1f}. The link as measured, MB/s each way: gathers "
-        f"{link['gathers_mb_per_s']:.0f}, reductions {link['reductions_mb_per_s']:.0f}, both at once {link['both_mb_per_s']:.0f}; "
-        f"{link['latency_ms']:.2f} ms for 8 bytes",
+        f"{gbit_per_s:g} Gbit/s, torch {record['torch']}, load {record['load']:.1f}. The link at its best, MB/s each way: gathers "
+        f"{record['gathers_mb_per_s']:.0f}, reductions {record['reductions_mb_per_s']:.0f}, both at once "
+        f"{record['both_mb_per_s']:.0f}; a gather of 8 bytes takes {record['latency_ms']:.2f} ms, a collective of 4 MiB "
+        f"{record['busy_ms']:.2f} ms of CPU time",
         f"{'':<40}{'step s':>8}{'/FSDP2':>8}{'fwd+bwd':>9}{'bound':>8}{'traffic':>9}{'ratio':>7}{'sent MB':>9}{'queued':>8}  binds",
     ]
     for name, row in systems.items():
-        traffic_s = row["sent_bytes"] / 1e6 / link["both_mb_per_s"]
+        traffic_s = row["sent_bytes"] / 1e6 / record["both_mb_per_s"]
         bound_s = row.get("bound_s")
         bounds = f"{'':>8}{traffic_s:>9.2f}{'':>7}"
         if bound_s is not None:

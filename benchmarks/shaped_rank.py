@@ -1,7 +1,7 @@
-"""One rank of `shaped_link.py`: measures the link, calibrates, then trains one model under several systems, a step of each in turn.
+"""One rank of `shaped_link.py`: measures the link, calibrates, then trains one model under several systems, step by step in turn.
 
-Each step is timed from a barrier, in three parts: forward, backward, update (gradient clipping, AdamW, zero_grad). Turns make a slow
-spell of the machine hit all systems alike. Rank 0 writes what it measured as JSON.
+Each step is timed from a barrier, in three parts: forward, backward, update (gradient clipping, AdamW, zero_grad). Turns make a
+slow spell of the machine hit all systems alike. Rank 0 writes what it measured as JSON.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
+from wire_costs import Wire, measure_wire
 from workloads import WORKLOADS, Workload
-
-import zfx
 from zfx.calibrate import calibrate
 from zfx.certificate import certify
-from zfx.channels import channels_for
+
+import zfx
 from zfx.costs import CostModel
 
 LIMITS = {"nothing kept": zfx.Limits(max_reuse_distance=0, param_persistence_threshold=0), "default limits": zfx.Limits()}
-TRANSFER_BYTES, NUM_TRANSFERS = 4 * 2**20, 8
 TIMEOUT_S = 300.0  # a rank may be slow: nothing here may depend on how slow
 
 
@@ -60,7 +59,7 @@ class Trainer:
         self.optimizer.zero_grad()
         times.append(time.perf_counter())
         if record:
-            parts = [after - before for before, after in zip(times, times[1:])]
+            parts = [after - before for before, after in pairwise(times)]
             rest = [times[-1] - times[0], time.process_time() - cpu, _queued_s() - queued]
             for values, value in zip(self.seconds.values(), [*parts, *rest]):
                 values.append(value)
@@ -74,7 +73,8 @@ class Trainer:
         row |= {"steps_s": self.seconds["step"], "sent_bytes": statistics.median(self.sent_bytes)}
         for schedule in schedules:
             certificate = certify(schedule)
-            row |= {"predicted_s": certificate.time_us / 1e6, "bound_s": certificate.time_bound_us / 1e6, "binds": certificate.time_binds}
+            row |= {"predicted_s": certificate.time_us / 1e6, "bound_s": certificate.time_bound_us / 1e6}
+            row |= {"binds": certificate.time_binds}
         return row
 
 
@@ -90,48 +90,14 @@ def compiled(workload: Workload, limits: zfx.Limits, costs: CostModel | None) ->
     return zfx.compile(workload.model(), limits=limits, costs=costs, uniform=True, timeout=TIMEOUT_S)
 
 
-def calibrated(workload: Workload, batch: tuple[Tensor, Tensor]) -> CostModel:
-    """Costs measured on this link, with the operators of this model on its own shapes."""
+def calibrated(workload: Workload, batch: tuple[Tensor, Tensor], wire: Wire) -> CostModel:
+    """Costs of this model's operators on this machine, and of the link as it was measured. What a collective takes from compute
+    is its CPU time: gloo's threads run on the core that computes."""
     model = compiled(workload, zfx.Limits(), None)
     model.zfx.plan(*batch)
-    return calibrate(model.zfx.graphs)
-
-
-def measure_link(num_rounds: int = 5) -> dict[str, float]:
-    """Megabytes a second that each rank sends through zfx's own wire: gathers alone, reductions alone, and both at once; and the
-    milliseconds that a collective of 8 bytes takes."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    channels = channels_for(mesh, TIMEOUT_S)
-    world_size, n = channels.gathers.world_size, TRANSFER_BYTES // 4 // channels.gathers.world_size
-    shard, whole = torch.zeros(n), torch.zeros(n * world_size)
-    buffers = [torch.zeros(world_size, n) for _ in range(NUM_TRANSFERS)]
-
-    def gathers() -> list[Callable[[], Any]]:
-        return [channels.gathers.all_gather([out], [shard]) for out in buffers]
-
-    def reductions() -> list[Callable[[], Any]]:
-        return [channels.reductions.reduce_scatter([whole], [n]) for _ in buffers]
-
-    def tiny() -> list[Callable[[], Any]]:
-        return [channels.gathers.all_gather([buffers[0][:, :1]], [shard[:1]])]
-
-    kinds = {"gathers": gathers, "reductions": reductions, "both": lambda: [*gathers(), *reductions()], "latency": tiny}
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    for _ in range(num_rounds):
-        for name, launch in kinds.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for wait in launch():
-                wait()
-            seconds[name].append(time.perf_counter() - start)
-    sent_mb = NUM_TRANSFERS * TRANSFER_BYTES * (world_size - 1) / world_size / 1e6
-    once = {name: statistics.median(values) for name, values in seconds.items()}
-    return {
-        "gathers_mb_per_s": sent_mb / once["gathers"],
-        "reductions_mb_per_s": sent_mb / once["reductions"],
-        "both_mb_per_s": 2 * sent_mb / once["both"],
-        "latency_ms": once["latency"] * 1e3,
-    }
+    found = [replace(calibrate(model.zfx.graphs), **wire.costs())]
+    dist.broadcast_object_list(found)  # plans follow from it, and must be equal
+    return found[0]
 
 
 def _sent_bytes() -> int:
@@ -152,11 +118,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="file for rank 0's results")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # the numbers that calibration makes up may get so small that compute slows down
     dist.init_process_group("gloo")
     rank, workload = dist.get_rank(), WORKLOADS[args.workload]
     batches = workload.batches(rank, 2)
-    link = measure_link()
-    costs = calibrated(workload, batches[0])
+    wire = measure_wire(TIMEOUT_S)
+    costs = calibrated(workload, batches[0], wire)
     trainers = {"no communication": Trainer(workload.model()), "FSDP2": Trainer(fsdp2(workload))}
     trainers |= {f"zfx, {name}": Trainer(compiled(workload, limits, costs)) for name, limits in LIMITS.items()}
     trainers |= {f"zfx, {name}, costs by default": Trainer(compiled(workload, limits, None)) for name, limits in LIMITS.items()}
@@ -165,7 +132,10 @@ def main() -> None:
         for trainer in trainers.values():
             trainer.step(batches[turn % 2], record=turn >= num_warmups)
     if rank == 0:
-        record = {"link": link, "costs": str(costs.gather) + str(costs.reduce), "load": os.getloadavg()[0], "torch": torch.__version__}
+        record: dict[str, Any] = {"torch": torch.__version__, "load": os.getloadavg()[0], "latency_ms": wire.tiny_s * 1e3}
+        for name in ("gathers", "reductions", "both"):
+            record[f"{name}_mb_per_s"] = getattr(wire, name).sent_mb_per_s
+        record["busy_ms"] = wire.busy_s * 1e3
         record["systems"] = {name: trainer.result() for name, trainer in trainers.items()}
         args.out.write_text(json.dumps(record))
     dist.barrier()
