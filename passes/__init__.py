@@ -3,24 +3,27 @@
 The life of a plan, in order. Each entry is one file, and its docstring states the problem, the guarantee and the cost.
 
     extract.py   two graphs -> `Program`                                             (needs torch; not imported here)
-    demand.py    gather_on_demand    the schedule that holds least; refuses limits that nothing fits
-    keep.py      keep_parameters     which reads share one gather
+    keep.py      keep_parameters     which reads share one gather; refuses limits that nothing fits
     gather.py    bucket_gathers      which gathers are launched together
     reduce.py    bucket_reductions   which gradients are reduced together
     place.py     launch_early        each gather as early as memory allows: the shortest time
     wait.py      wait_reductions     where each reduction is waited for
     place.py     launch_late         each gather as late as time allows: less memory
+    choose.py    choose_fastest      never slower than a simple rule (baselines.py)
     lower.py     `Schedule` -> graphs with collectives                               (needs torch; not imported here)
+
+    demand.py    gather_on_demand    the schedule that holds least: where lists of one's own may begin
 
     timeline.py, memory.py, timing.py    what the passes think in: intervals, bytes held, microseconds
     duration.py, nodes.py                what extract.py and lower.py ask of a captured node   (need torch)
+    view.py                              what may depend on a rank's own data, and what may not
+    select.py, partition.py              what to hold on to; how to cut a row into buckets
 
-The contract of a planning pass: `Schedule -> Schedule`, pure; program, limits and costs are in the schedule. From
-`gather_on_demand` on, *every* schedule between two passes is complete and passes the verifier: a pass only ever replaces a
+The contract of a planning pass: `Schedule -> Schedule`, pure; program, limits and costs are in the schedule. From the
+first one on, *every* schedule between two passes is complete and passes the verifier: a pass only ever replaces a
 right schedule by a better one. No pass reads a name for anything but identity, a clock, a rank or a random number: equal
-arguments give equal bytes on every rank. Which collectives there are, and in which order each kind is launched, depends on the
-parameters, their order of use and the limits alone (on `other_bytes` too if `memory_budget` is set), so that ranks with
-differently shaped data issue the same ones.
+arguments give equal bytes on every rank. Which collectives there are, and in which order each kind is launched, depends on
+what ranks share alone, see `view.py`, so that ranks with differently shaped data issue the same ones.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from zfx.errors import PassError, ScheduleError, ZfxError
 from zfx.ir import Limits, Program, Schedule
 
+from .choose import choose_fastest
 from .demand import gather_on_demand
 from .gather import bucket_gathers
 from .keep import keep_parameters
@@ -41,7 +45,6 @@ Pass = Callable[[Schedule], Schedule]
 
 # Reductions are waited for twice: launching late gives memory back, which lets them overlap for longer.
 PIPELINE: tuple[Pass, ...] = (
-    gather_on_demand,
     keep_parameters,
     bucket_gathers,
     bucket_reductions,
@@ -49,6 +52,7 @@ PIPELINE: tuple[Pass, ...] = (
     wait_reductions,
     launch_late,
     wait_reductions,
+    choose_fastest,
 )
 
 
@@ -124,4 +128,4 @@ def _result(run: Pass, schedule: Schedule) -> Schedule:
     return result
 
 
-__all__ = ["PIPELINE", "Pass", "name_of", "plan", "stages"]
+__all__ = ["PIPELINE", "Pass", "gather_on_demand", "name_of", "plan", "stages"]

@@ -2,116 +2,139 @@
 
     first read at     0   1   2       5        9
     intervals         a   b   c       d        e
-    buckets          [a   b   c]     [d]      [e]         d is large; e may not be live before d is gone
+    buckets          [a] [b   c]     [d]      [e]         a is waited for at once, so it goes alone; e may not be live before d ends
 
-One launch costs a latency, so small gathers share one. The price is memory: a member is live from the first read of the
-*first* member, not of its own.
+One launch costs a latency, and compute a little too, so gathers share one. The price is time: all members of a bucket arrive when
+the last one does, and it cannot be launched before there is room for all. And it is memory: a member is live for the
+sake of the first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import inf
+from itertools import accumulate
 
 from zfx.ir import CostModel, Schedule
 
-from .memory import Profile, byte_room, element_room, gathered_bytes, gathered_elements, gradient_bytes
-from .timeline import Gather, Interval, read, turn_of, write
+from .memory import bytes_left, element_room, gathered_bytes, gathered_elements, gradient_bytes
+from .partition import Candidate, State, enough_bytes, partition
+from .place import earliest_launches
+from .timeline import Gather, Interval, Timeline, read, write
+from .view import structural_us
 
 
 def bucket_gathers(schedule: Schedule) -> Schedule:
-    """Partition the gather order into buckets: consecutive intervals of one phase, as far as the limits allow.
+    """Partition the gather order into buckets: the least time; among equals, the least bytes times steps, then the fewest.
 
-    An interval joins the open bucket while that has less than `costs.bucket_bytes`, has at most `prefetch_bucket_size`
-    elements with it, would not be launched before an earlier interval of the same parameter ends, and fits the hard bounds.
-    Members below `costs.pack_threshold_bytes` travel packed if there are two or more, and if the bounds allow the packing buffer.
+    A bucket has at most `prefetch_bucket_size` elements and stays on its side of the turn. Time is that of gathers and compute,
+    each bucket launched as early as memory allows. Which point that is depends on the last member alone: the whole prefix of the
+    order up to it must fit from there on, whatever the buckets are. So buckets are found by dynamic programming, see `partition`.
+    Members below `costs.pack_threshold_bytes` travel packed if there are two or more, and if the bounds allow the packing
+    buffer; the dynamic program does not foresee its bytes.
 
-    Guarantee: fits the limits if the argument does with every gather launched at its first read, which is where this launches
-    them. The result depends on parameters, the order of their reads and the limits, and on nothing else unless
-    `memory_budget` is set: ranks with different data agree.
-    Cost: linear.
+    Guarantee: fits the limits if the argument does with every gather alone, launched at its wait, which is where this launches
+    them. Optimal where `partition` is, among buckets that are closed once larger ones would save next to nothing
+    (`enough_bytes`). Depends on what ranks share, see `structural_us`. Cost: linear.
     Reference: Shi et al., *MG-WFBP: efficient data communication for distributed synchronous SGD algorithms*, 2019.
     """
-    timeline = read(schedule)
-    costs, limits = timeline.program.costs, timeline.limits
-    turn = turn_of(timeline.program)
-    order = sorted((i for g in timeline.gathers for i in g.members), key=lambda i: i.first)
-    alone = replace(timeline, gathers=tuple(Gather((i,), launch=i.first) for i in order))
-    elements = element_room(alone) - gathered_elements(alone)
-    num_bytes = byte_room(alone) - gathered_bytes(alone) - gradient_bytes(alone)
-    room = _Room(elements, num_bytes)
-    gathers: list[Gather] = []
-    members: list[Interval] = []
-    held_elements = held_bytes = 0
-    ended: dict[str, int] = {}
-    for interval in order:
-        parameter = interval.parameter
-        if members:
-            joins = (
-                held_bytes < costs.bucket_bytes
-                and held_elements + parameter.num_elements <= limits.prefetch_bucket_size
-                and (members[0].first <= turn) == (interval.first <= turn)
-                and ended.get(parameter.name, -1) < members[0].first
-                and room.stretch(members[-1].first, interval)
-            )
-            if not joins:
-                gathers.append(_close(members, room, costs))
-                members, held_elements, held_bytes = [], 0, 0
-                room.open()
-        members.append(interval)
-        held_elements += parameter.num_elements
-        held_bytes += parameter.num_bytes
-        ended[parameter.name] = interval.last
-    if members:
-        gathers.append(_close(members, room, costs))
-    return write(replace(timeline, gathers=tuple(gathers)))
+    timeline = one_by_one(read(schedule))
+    runs = _cheapest_runs(timeline, structural_us(timeline.program))
+    return write(packed(merged(timeline, runs)))
 
 
-def _close(members: list[Interval], room: _Room, costs: CostModel) -> Gather:
-    small = [i for i in members if i.parameter.num_bytes < costs.pack_threshold_bytes]
-    packed = tuple(small) if len(small) > 1 and room.pack(members, small) else ()
-    return Gather(tuple(members), members[0].first, packed)
+def one_by_one(timeline: Timeline) -> Timeline:
+    """Every interval a gather of its own, in the same order, launched where it is waited for."""
+    intervals = timeline.intervals
+    waits = list(accumulate((i.first for i in reversed(intervals)), min))[::-1]
+    return replace(timeline, gathers=tuple(Gather((i,), wait, wait) for i, wait in zip(intervals, waits)))
 
 
-class _Room:
-    """What the hard bounds leave from the first read of the open bucket's first member on.
+def merged(timeline: Timeline, runs: Sequence[tuple[int, int]]) -> Timeline:
+    """Each run of gathers as one, launched where the first of them is waited for."""
+    rows = [timeline.gathers[start:stop] for start, stop in runs]
+    members = [tuple(i for gather in row for i in gather.members) for row in rows]
+    return replace(timeline, gathers=tuple(Gather(m, row[0].wait, row[0].wait) for m, row in zip(members, rows)))
 
-    A member that is first read at step f is live from there anyway; joining a bucket that is launched at point b < f makes it
-    live during [b, f) too. The open bucket's members are joined in order of first read, so the least room of the whole
-    stretch is one running minimum, and each step is looked at once.
+
+def packed(timeline: Timeline) -> Timeline:
+    """Small members share one packing buffer, where there are two of them in a bucket, and room for it where it is waited for."""
+    elements = list((element_room(timeline) - gathered_elements(timeline)).during)
+    num_bytes = list(bytes_left(timeline, gathered_bytes, gradient_bytes).during)
+    gathers = []
+    for gather in timeline.gathers:
+        small = tuple(i for i in gather.members if i.parameter.num_bytes < timeline.program.costs.pack_threshold_bytes)
+        pack_elements = sum(i.parameter.num_elements for i in small)
+        pack_bytes = sum(i.parameter.num_bytes for i in small)
+        if len(small) > 1 and pack_elements <= elements[gather.wait] and pack_bytes <= num_bytes[gather.wait]:
+            gather = replace(gather, packed=small)
+            elements[gather.wait] -= pack_elements  # other buckets may be waited for at the same point
+            num_bytes[gather.wait] -= pack_bytes
+        gathers.append(gather)
+    return replace(timeline, gathers=tuple(gathers))
+
+
+def farthest(timeline: Timeline, launches: Sequence[int], enough: float) -> list[int]:
+    """By gather, the end of the longest bucket that may begin with it, and that holds less than `enough` bytes before its last.
+
+    All members must be ready to be launched where the first is waited for. The elements are bounded by `prefetch_bucket_size`.
     """
+    limit, gathers = timeline.limits.prefetch_bucket_size, timeline.gathers
+    parameters = [gather.members[0].parameter for gather in gathers]
+    elements = list(accumulate((p.num_elements for p in parameters), initial=0))
+    num_bytes = list(accumulate((p.num_bytes for p in parameters), initial=0))
+    reach, stop = [], 0
+    for start, gather in enumerate(gathers):
+        stop = max(stop, start + 1)
+        while (
+            stop < len(gathers)
+            and launches[stop] <= gather.wait
+            and elements[stop + 1] - elements[start] <= limit
+            and num_bytes[stop] - num_bytes[start] < enough
+        ):
+            stop += 1
+        reach.append(stop)
+    return reach
 
-    def __init__(self, elements: Profile, num_bytes: Profile) -> None:
-        self._elements, self._bytes = elements, num_bytes
-        self._during_elements, self._during_bytes = list(elements.during), list(num_bytes.during)
-        self.open()
 
-    def open(self) -> None:
-        self._least_elements = self._least_bytes = inf
+def _cheapest_runs(timeline: Timeline, durations_us: Sequence[float]) -> list[tuple[int, int]]:
+    costs, gathers = timeline.program.costs, timeline.gathers
+    launches = earliest_launches(timeline)
+    reach = farthest(timeline, launches, enough_bytes(costs.gather, costs.launch_us))
+    reached_us = list(accumulate(durations_us, initial=0.0))  # compute at each point, if it never stalled
+    extend = _Extend(costs, [g.members[0] for g in gathers], [g.wait for g in gathers], launches, reached_us)
+    return partition(len(gathers), reach, extend, lambda state: state.delay_us)
 
-    def stretch(self, start: int, interval: Interval) -> bool:
-        """Make `interval` live from the launch on, if there is room; `start` is the first read of the member before it."""
-        stop = interval.first
-        elements, num_bytes = self._least_elements, self._least_bytes
-        if start < stop:
-            elements = min(elements, *self._during_elements[start:stop], *self._elements.before[start + 1 : stop + 1])
-            num_bytes = min(num_bytes, *self._during_bytes[start:stop], *self._bytes.before[start + 1 : stop + 1])
-        elements -= interval.parameter.num_elements
-        num_bytes -= interval.parameter.num_bytes
-        if elements < 0 or num_bytes < 0:
-            return False
-        self._least_elements, self._least_bytes = elements, num_bytes
-        return True
 
-    def pack(self, members: list[Interval], small: list[Interval]) -> bool:
-        """Hold a packing buffer for `small` where the bucket is waited for, if there is room."""
-        first = members[0].first
-        early = [i.parameter for i in members if i.first > first]
-        elements = self._during_elements[first] - sum(p.num_elements for p in early) - sum(i.parameter.num_elements for i in small)
-        num_bytes = self._during_bytes[first] - sum(p.num_bytes for p in early) - sum(i.parameter.num_bytes for i in small)
-        if elements < 0 or num_bytes < 0:
-            return False
-        # Other buckets may be waited for at the same point: from now on they see this buffer.
-        self._during_elements[first] -= sum(i.parameter.num_elements for i in small)
-        self._during_bytes[first] -= sum(i.parameter.num_bytes for i in small)
-        return True
+class _Extend:
+    """One more bucket: from the state before its first member to the state after its last."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        intervals: Sequence[Interval],
+        waits: Sequence[int],
+        launches: Sequence[int],
+        reached_us: Sequence[float],
+    ) -> None:
+        self._costs, self._link = costs, costs.gather
+        self._waits, self._launches, self._reached_us = waits, launches, reached_us
+        sizes = [interval.parameter.num_bytes for interval in intervals]
+        self._bytes = list(accumulate(sizes, initial=0))
+        self._byte_steps = list(accumulate((size * i.first for size, i in zip(sizes, intervals)), initial=0))
+
+    def __call__(self, state: State, start: int, stops: Sequence[int]) -> Iterator[tuple[int, Candidate]]:
+        latency_us, bytes_per_us = self._link.latency_us, self._link.bytes_per_us
+        launches, reached_us = self._launches, self._reached_us
+        wait, delay_us, launched = self._waits[start], state.delay_us, -1
+        now = reached_us[wait]
+        begin = 0.0
+        for stop in stops:
+            launch = launches[stop - 1]
+            if launch != launched:
+                begin, launched = max(reached_us[launch] + state.delay_at(launch), state.channel_us), launch
+            num_bytes = self._bytes[stop] - self._bytes[start]
+            stretch = self._byte_steps[stop] - self._byte_steps[start] - num_bytes * wait
+            end = begin + latency_us + num_bytes / bytes_per_us
+            delay = max(delay_us, end - now) + self._costs.busy_us(num_bytes)
+            yield stop, (end, (delay, state.stretch + stretch, state.count + 1), state.channel_us, wait, start)

@@ -1,176 +1,252 @@
 """Which reads of a parameter share one gather: a parameter is kept over a gap between two reads, or released and gathered again.
 
-    reads     a   b   c   b   a        the gap of b is 1 parameter wide (c), the gap of a is 2 wide (b and c)
-              [a             a]        kept if |b| + |c| <= max_reuse_distance
-                  [b     b]            kept if |c|       <= max_reuse_distance
+    reads     a   b   c  |  b   a  ||  a   b         | the turn, || the seam to the next micro-batch, where the same begins again
+              [a             a]                      the gap of a over the turn is 2 parameters wide (b and c)
+                  [b      b]                         that of b is 1 wide (c)
+                                [a     a]            over the seam, that of a is 0 wide
 
-The width of a gap is its reuse distance: the elements of the other parameters that are read inside it. On a chain of equal
-layers, a bound on it is Belady's rule.
+The width of a gap is its reuse distance: the elements of the other parameters that are read inside it, each once in the forward
+and once in the backward. It must be at most `max_reuse_distance`; besides, memory decides.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 
-from zfx.ir import Parameter, Program, Schedule
+from zfx.ir import Limits, Parameter, Program, Schedule
 
-from .memory import byte_room, element_room, gathered_bytes, gathered_elements, gradient_bytes
-from .timeline import Gather, Interval, Timeline, read, turn_of, unique, write
+from .demand import Demand, demand
+from .memory import Profile
+from .select import Hold, Room, select, sweep, without
+from .timeline import Gather, Interval, Timeline, reads_of, turn_of, unique, write
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Two consecutive reads of a parameter, and the elements of other parameters read strictly between them."""
+    """Two consecutive reads of a parameter, and the elements of other parameters read strictly between them.
+
+    A gap over the seam stops at a step before the one at which it starts: in the next micro-batch.
+    """
 
     parameter: Parameter
     start: int
     stop: int
     distance: int
 
+    @property
+    def over_seam(self) -> bool:
+        return self.stop <= self.start
+
 
 def keep_parameters(schedule: Schedule) -> Schedule:
-    """Keep parameters over the gaps that the limits allow; gather again after the others.
+    """Keep parameters over the gaps that are worth most, as memory allows; gather again after the others.
 
-    A gap is kept if its distance is at most `max_reuse_distance`, or if the parameter has at most
-    `param_persistence_threshold` elements. Where that does not fit `max_live_parameters` or `memory_budget`, gaps are given
-    up, the widest first, persistent parameters last. Parameters kept over the turn end up in `Schedule.kept`.
+    Only `program` and `limits` of the argument are read. A gap may be kept if its distance is at most `max_reuse_distance`, or
+    if the parameter has at most `param_persistence_threshold` elements; those come before all others. Among gaps the gather time
+    saved decides, see `select`. The gap over the seam is chosen last, in the room that is left: there are M turns for M - 1 seams.
 
-    Guarantee: fits the limits if gathering on demand does. Every interval is a gather of its own, launched at its first read.
-    Cost: O(reads * log(steps)).
-    Reference: Belady's rule; Cao, Felten, Karlin, Li, *A study of integrated prefetching and caching strategies*, 1995.
+    Guarantee: fits the limits if anything does. On a chain of n equal layers with room for k, one step takes 2n - k gathers, and
+    M micro-batches take n + (2M - 1)(n - k), the fewest possible. Parameters kept over the turn end up in `Schedule.kept`, over the
+    seam in `Schedule.carried`: the same ones in each of the windows "first", "middle" and "last". Every interval is a gather of
+    its own, launched at its first read. Depends on durations never, on other bytes only under `memory_budget`.
+    Cost: linear in steps, O(log) in reads.
+
+    Raises:
+        InfeasibleBudget: a step needs more than `max_live_parameters` or `memory_budget` allows.
+
+    References: Belady's rule; Cao, Felten, Karlin, Li, *A study of integrated prefetching and caching strategies*, 1995.
     """
-    timeline = read(schedule)
-    program, limits = timeline.program, timeline.limits
+    program, limits = schedule.program, schedule.limits
+    least = demand(program, limits)
+    room = Room(_moments(least.elements), _moments(least.num_bytes))
+    every = tuple(gaps(program, adjacent=limits.memory_budget is not None))
+    wanted = allowed(every, program, limits)
+    kept = _consistent(program, every, [g for g in wanted if not g.over_seam], lambda those: _best(program, limits, those, room))
+    over_seam = [gap for gap in wanted if gap.over_seam]
+    carried: list[Gap] = []
+    if over_seam:
+        left = without(room, [_hold(program, gap) for gap in kept])
+        carried = _best(program, limits, over_seam, Room([*left.elements] * 2, [*left.num_bytes] * 2))
+    return write(_timeline(program, limits, least, kept, carried))
+
+
+def keep_widest_last(program: Program, limits: Limits, wanted: Sequence[Gap]) -> Timeline:
+    """Keep these gaps; where that does not fit, give up the widest first, persistent parameters last. None leads over the seam."""
+    least = demand(program, limits)
+    room = Room(_moments(least.elements), _moments(least.num_bytes))
+
+    def choose(those: Sequence[Gap]) -> list[Gap]:
+        persistent = [gap.parameter.numel <= limits.param_persistence_threshold for gap in those]
+        kept = sweep([_hold(program, gap) for gap in those], room, lambda i: (persistent[i], -those[i].distance))
+        return [those[index] for index in sorted(kept)]
+
+    every = tuple(gaps(program, adjacent=limits.memory_budget is not None))
+    return _timeline(program, limits, least, _consistent(program, every, wanted, choose), [])
+
+
+def allowed(every: Iterable[Gap], program: Program, limits: Limits) -> list[Gap]:
+    """The gaps that may be kept if there is room: narrow ones, and those of persistent parameters. What escapes has no choice."""
     escapes = set(program.escapes)
-    every = tuple(gaps(program))
-    wanted = [
+    return [
         gap
         for gap in every
         if gap.parameter.name not in escapes
         and (gap.distance <= limits.max_reuse_distance or gap.parameter.numel <= limits.param_persistence_threshold)
     ]
-    on_demand = replace(timeline, gathers=_intervals(program, set()))
-    kept = _once_kept_stays(every, turn_of(program), {(gap.parameter.name, gap.start) for gap in _that_fit(wanted, on_demand)})
-    return write(replace(timeline, gathers=_intervals(program, kept)))
 
 
-def gaps(program: Program) -> Iterator[Gap]:
-    """Every gap with its reuse distance, in order of the later read.
+def gaps(program: Program, *, adjacent: bool = True) -> Iterator[Gap]:
+    """Every gap with its reuse distance, in order of the later read; then, but in the window "only", those over the seam.
 
-    `tree` is a Fenwick tree over steps that holds the size of each (parameter, phase) at its latest read: a range sum over it
-    counts each parameter once. The turn belongs to the forward. O(reads * log(steps)).
+    Adjacent are two reads between which, on one side of the turn, nothing reads anything. Whatever else is kept there is kept
+    beside the reads, too: by elements, such a gap takes nothing. Only a budget in bytes must know of them.
+
+    Over the seam a gap leads from the backward to the forward. `tree` is a Fenwick tree over groups of steps that read the same,
+    which holds the size of each (parameter, phase) at its latest read: a range sum over it counts each parameter once. The turn
+    belongs to the forward. O(reads * log(groups)).
     """
     parameters = {p.name: p for p in program.parameters}
-    tree = [0] * (len(program.steps) + 1)
+    rows = [(t, step.phase == "backward", unique(step.reads)) for t, step in enumerate(program.steps) if step.reads]
+    changes = [before is None or before[1:] != row[1:] for before, row in zip((None, *rows), rows)]
+    group_of = {row[0]: group for row, group in zip(rows, accumulate(changes))}  # from 1 on, as the tree counts
+    tree = [0] * (sum(changes) + 1)
     latest: dict[tuple[str, bool], int] = {}
     previous: dict[str, int] = {}
+    before_it = dict(_adjacent(program)) if not adjacent else {}
+    ahead: dict[str, tuple[int, int]] = {}  # first read in the forward, and the size of all that is first read before it
+    seen = 0
 
-    def add(step: int, amount: int) -> None:
-        step += 1
-        while step < len(tree):
-            tree[step] += amount
-            step += step & -step
+    def add(group: int, amount: int) -> None:
+        while group < len(tree):
+            tree[group] += amount
+            group += group & -group
 
-    def total(num_steps: int) -> int:
+    def total(group: int) -> int:
         amount = 0
-        while num_steps > 0:
-            amount += tree[num_steps]
-            num_steps &= num_steps - 1
+        while group > 0:
+            amount += tree[group]
+            group &= group - 1
         return amount
 
-    for t, step in enumerate(program.steps):
-        names = unique(step.reads)
+    for (t, backward, names), changed in zip(rows, changes):
+        group = group_of[t]
         for name in names:
-            if name in previous:
+            if name in previous and previous[name] == before_it.get(t):
+                pass
+            elif name in previous:
                 start = previous[name]
-                yield Gap(parameters[name], start, t, total(t) - total(start + 1))
+                distance = total(group - 1) - total(group_of[start]) if group - group_of[start] > 1 else 0
+                yield Gap(parameters[name], start, t, distance)
+            elif not backward:
+                ahead[name] = (t, seen)
             previous[name] = t
-        for name in names:
-            key, size = (name, step.phase == "backward"), parameters[name].num_elements
-            if key in latest:
-                add(latest[key], -size)
-            latest[key] = t
-            add(t, size)
+        if changed:
+            for name in names:
+                size = parameters[name].num_elements
+                seen += size if ahead.get(name, (None, 0))[0] == t else 0
+                add(latest.get((name, backward), len(tree)), -size)
+                latest[name, backward] = group
+                add(group, size)
+    if program.window != "only":
+        for name, (first, before) in ahead.items():
+            if (name, True) in latest:
+                behind = total(len(tree) - 1) - total(group_of[previous[name]])
+                yield Gap(parameters[name], previous[name], first, behind + before)
 
 
-def _once_kept_stays(every: tuple[Gap, ...], turn: int, kept: set[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Give up the gap over the turn of a parameter that would be gathered again later in the backward.
+def _moments(room: Profile) -> list[float]:
+    """before[0], during[0], before[1], ..., before[len(steps)]: the moments of a program in a row."""
+    return [*chain.from_iterable(zip(room.before, room.during)), room.before[-1]]
+
+
+def _hold(program: Program, gap: Gap) -> Hold:
+    """A gap from read a to read b holds its parameter in `before[a+1 .. b]` and `during[a+1 .. b-1]`.
+
+    At a and b it is needed anyhow. Moments of the next micro-batch follow on those of this one.
+    """
+    parameter, costs = gap.parameter, program.costs
+    stop = 2 * gap.stop + 1 + (2 * len(program.steps) + 1 if gap.over_seam else 0)
+    saved_us = costs.gather_us(parameter.num_bytes) + costs.busy_us(parameter.num_bytes)
+    return Hold(2 * (gap.start + 1), stop, parameter.num_elements, parameter.num_bytes, saved_us)
+
+
+def _best(program: Program, limits: Limits, wanted: Sequence[Gap], room: Room) -> list[Gap]:
+    """The gaps that save most, persistent parameters before all others. All lead over the seam, or none does."""
+    kept: list[Gap] = []
+    for persistent in (True, False):
+        those = [gap for gap in wanted if (gap.parameter.numel <= limits.param_persistence_threshold) == persistent]
+        if not those:
+            continue
+        left = without(room, [_hold(program, gap) for gap in kept]) if kept else room
+        waist = 2 * len(program.steps) if those[0].over_seam else 2 * (turn_of(program) + 1)
+        kept += [those[index] for index in sorted(select([_hold(program, gap) for gap in those], left, waist))]
+    return kept
+
+
+def _consistent(
+    program: Program, every: Sequence[Gap], wanted: Sequence[Gap], choose: Callable[[Sequence[Gap]], list[Gap]]
+) -> list[Gap]:
+    """The choice, without gaps over the turn of parameters that would be gathered again later in the backward.
 
     What is kept over the turn reaches the backward as a saved tensor, in the place of the shard: there is nothing left there to
-    gather it from. Giving a gap up only holds less.
+    gather it from. Chosen twice, as what those gaps would have taken is there for others; giving them up only holds less.
     """
-    again = {gap.parameter.name for gap in every if gap.start > turn and (gap.parameter.name, gap.start) not in kept}
-    crossing = {(gap.parameter.name, gap.start) for gap in every if gap.start <= turn < gap.stop}
-    return {key for key in kept if key not in crossing or key[0] not in again}
+    turn = turn_of(program)
+
+    def gathered_again(kept: Sequence[Gap]) -> set[tuple[str, int]]:
+        held = {(gap.parameter.name, gap.start) for gap in kept}
+        later = (gap for gap in every if gap.start > turn and not gap.over_seam)
+        again = {gap.parameter.name for gap in later if (gap.parameter.name, gap.start) not in held}
+        return {(gap.parameter.name, gap.start) for gap in kept if gap.start <= turn < gap.stop and gap.parameter.name in again}
+
+    kept = choose(wanted)
+    banned = gathered_again(kept)
+    if banned:
+        kept = choose([gap for gap in wanted if (gap.parameter.name, gap.start) not in banned])
+        banned = gathered_again(kept)
+    return [gap for gap in kept if (gap.parameter.name, gap.start) not in banned]
 
 
-def _intervals(program: Program, kept: set[tuple[str, int]]) -> tuple[Gather, ...]:
-    """One gather an interval, in order of first read; a read extends its interval if the gap before it starts in `kept`."""
-    parameters = {p.name: p for p in program.parameters}
+def _timeline(program: Program, limits: Limits, least: Demand, kept: Sequence[Gap], carried: Sequence[Gap]) -> Timeline:
+    keys = {(gap.parameter.name, gap.start) for gap in kept}
+    free = {start: stop for stop, start in _adjacent(program)} if limits.memory_budget is None else {}
+    gathered, held = _intervals(program, keys, {gap.parameter.name for gap in carried}, free)
+    gathers = tuple(Gather((interval,), interval.first, interval.first) for interval in gathered)
+    return Timeline(program, limits, gathers, least.reductions, tuple(held))
+
+
+def _adjacent(program: Program) -> Iterator[tuple[int, int]]:
+    """(step, the step before it that reads anything), both on one side of the turn."""
+    rows = [(t, step.phase == "backward") for t, step in enumerate(program.steps) if step.reads]
+    return ((row[0], before[0]) for before, row in pairwise(rows) if before[1] == row[1])
+
+
+def _intervals(
+    program: Program, kept: set[tuple[str, int]], carried: set[str], free: dict[int, int]
+) -> tuple[list[Interval], list[Interval]]:
+    """The intervals that are gathered, in order of first read, and those that the window begins with.
+
+    A read extends its interval if the gap before it starts in `kept`, or leads from a step to the next one in `free`.
+    """
     num_steps, escapes = len(program.steps), set(program.escapes)
-    rows: list[tuple[str, int]] = []
-    last: list[int] = []
-    row_of: dict[str, int] = {}
-    for t, step in enumerate(program.steps):
-        for name in unique(step.reads):
-            if name in row_of and (name in escapes or (name, last[row_of[name]]) in kept):
-                last[row_of[name]] = t
-            else:
-                row_of[name] = len(rows)
-                rows.append((name, t))
-                last.append(t)
-    return tuple(
-        Gather((Interval(parameters[name], first, num_steps if name in escapes else end),), launch=first)
-        for (name, first), end in zip(rows, last)
-    )
-
-
-def _that_fit(wanted: list[Gap], on_demand: Timeline) -> Iterator[Gap]:
-    """The wanted gaps, less those that must be given up for the limits to hold at every moment.
-
-    One sweep over the moments: a gap that starts is added; while too much is held, the worst open gap is given up. A gap from
-    read a to read b holds its parameter in `before[a+1 .. b]` and `during[a+1 .. b-1]`: at a and b it is needed anyhow.
-    """
-    elements = element_room(on_demand) - gathered_elements(on_demand)
-    num_bytes = byte_room(on_demand) - gathered_bytes(on_demand) - gradient_bytes(on_demand)
-    threshold = on_demand.limits.param_persistence_threshold
-    starting: dict[int, list[int]] = defaultdict(list)
-    stopping: dict[int, list[int]] = defaultdict(list)
-    for index, gap in enumerate(wanted):
-        starting[gap.start + 1].append(index)
-        stopping[gap.stop].append(index)
-    open_gaps: set[int] = set()
-    worst_first: list[tuple[bool, int, int]] = []
-    held_elements = held_bytes = 0
-
-    def close(index: int) -> None:
-        nonlocal held_elements, held_bytes
-        open_gaps.remove(index)
-        held_elements -= wanted[index].parameter.num_elements
-        held_bytes -= wanted[index].parameter.num_bytes
-
-    def give_up(element_limit: float, byte_limit: float) -> None:
-        while worst_first and (held_elements > element_limit or held_bytes > byte_limit):
-            index = heappop(worst_first)[2]
-            if index in open_gaps:
-                close(index)
-
-    for point in range(len(on_demand.program.steps) + 1):
-        for index in starting[point]:
-            gap = wanted[index]
-            open_gaps.add(index)
-            held_elements += gap.parameter.num_elements
-            held_bytes += gap.parameter.num_bytes
-            heappush(worst_first, (gap.parameter.numel <= threshold, -gap.distance, index))
-        give_up(elements.before[point], num_bytes.before[point])
-        for index in stopping[point]:
-            if index in open_gaps:
-                close(index)
-                yield wanted[index]
-        if point < len(elements.during):
-            give_up(elements.during[point], num_bytes.during[point])
-
-
+    leaves, arrives = program.window in ("first", "middle"), program.window in ("middle", "last")
+    gathered: list[Interval] = []
+    held: list[Interval] = []
+    reads = reads_of(program)
+    for parameter in program.parameters:
+        name = parameter.name
+        steps = reads.get(name, [])
+        stops = [t for t, later in pairwise(steps) if free.get(t) != later and (name, t) not in kept]
+        ends = steps[-1:] if name in escapes else [*stops, *steps[-1:]]
+        begin = 0
+        for end in ends:
+            place = bisect_left(steps, end) + 1
+            stays = name in escapes or (end == steps[-1] and name in carried and leaves)
+            row = held if begin == 0 and name in carried and arrives else gathered
+            row.append(Interval(parameter, steps[begin], num_steps if stays else end))
+            begin = place
+    gathered.sort(key=lambda i: (i.first, program.steps[i.first].reads.index(i.parameter.name)))
+    return gathered, held

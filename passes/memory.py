@@ -14,11 +14,14 @@ end of step p. A packing buffer counts in `during` of the point where it is wait
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
-from .timeline import Gather, Reduction, Timeline, completions_of
+from zfx.ir import Parameter
+
+from .timeline import Reduction, Timeline, completions_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,41 +37,33 @@ class Profile:
         )
 
 
-def _held(timeline: Timeline, sizes: list[tuple[list[int], int]]) -> Profile:
-    """Sum of the members' and packs' sizes while they are held; `sizes[g]` is (a size per member, the pack's size)."""
-    num_steps = len(timeline.program.steps)
-    before, during = [0] * (num_steps + 2), [0] * (num_steps + 2)
-
-    def hold(size: int, launch: int, last: int) -> None:
-        during[launch] += size
-        before[launch + 1] += size
-        during[last + 1] -= size
-        before[last + 1] -= size
-
-    for gather, (members, packing) in zip(timeline.gathers, sizes):
-        for interval, size in zip(gather.members, members):
-            hold(size, gather.launch, interval.last)
-        if packing:
-            hold(packing, gather.launch, gather.first)
-    return Profile(tuple(accumulate(before))[: num_steps + 1], tuple(accumulate(during))[:num_steps])
-
-
 def gathered_elements(timeline: Timeline) -> Profile:
     """Elements of gathered parameters and packing buffers."""
-
-    def sizes(gather: Gather) -> tuple[list[int], int]:
-        return [i.parameter.num_elements for i in gather.members], gather.packing_elements
-
-    return _held(timeline, [sizes(g) for g in timeline.gathers])
+    return _held(timeline, lambda parameter: parameter.num_elements)
 
 
 def gathered_bytes(timeline: Timeline) -> Profile:
     """Bytes of gathered parameters and packing buffers."""
+    return _held(timeline, lambda parameter: parameter.num_bytes)
 
-    def sizes(gather: Gather) -> tuple[list[int], int]:
-        return [i.parameter.num_bytes for i in gather.members], gather.packing_bytes
 
-    return _held(timeline, [sizes(g) for g in timeline.gathers])
+def _held(timeline: Timeline, size: Callable[[Parameter], int]) -> Profile:
+    num_steps = len(timeline.program.steps)
+    before, during = [0] * (num_steps + 2), [0] * (num_steps + 2)
+
+    def hold(amount: int, launch: int, last: int) -> None:
+        during[max(launch, 0)] += amount
+        before[launch + 1] += amount
+        during[last + 1] -= amount
+        before[last + 1] -= amount
+
+    for interval in timeline.carried:
+        hold(size(interval.parameter), -1, interval.last)
+    for gather in timeline.gathers:
+        for interval in gather.members:
+            hold(size(interval.parameter), gather.launch, interval.last)
+        hold(sum(size(interval.parameter) for interval in gather.packed), gather.launch, gather.wait)
+    return Profile(tuple(accumulate(before))[: num_steps + 1], tuple(accumulate(during))[:num_steps])
 
 
 def gradient_bytes(timeline: Timeline) -> Profile:
@@ -102,9 +97,21 @@ def byte_room(timeline: Timeline) -> Profile:
     At point p the other bytes are those of step p, which is about to run; at the last point there are none.
     """
     budget = timeline.limits.memory_budget
-    left = inf if budget is None else budget - timeline.program.static_bytes
+    if budget is None:
+        num_steps = len(timeline.program.steps)
+        return Profile((inf,) * (num_steps + 1), (inf,) * num_steps)
+    left = budget - timeline.program.static_bytes
     during = tuple(left - step.other_bytes for step in timeline.program.steps)
     return Profile((*during, left), during)
+
+
+def bytes_left(timeline: Timeline, *held: Callable[[Timeline], Profile]) -> Profile:
+    """What is left of `byte_room` besides these; without a budget nothing needs to be counted."""
+    room = byte_room(timeline)
+    if timeline.limits.memory_budget is not None:
+        for amount in held:
+            room = room - amount(timeline)
+    return room
 
 
 def element_room(timeline: Timeline) -> Profile:

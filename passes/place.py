@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 
 from zfx.ir import Schedule
 
-from .memory import byte_room, gradient_bytes
+from .memory import bytes_left, element_room, gathered_bytes, gathered_elements, gradient_bytes
 from .timeline import Gather, Timeline, read, turn_of, with_launches, write
 from .timing import simulate
+from .view import actual_us
 
 
 def launch_early(schedule: Schedule) -> Schedule:
@@ -37,6 +40,11 @@ def launch_early(schedule: Schedule) -> Schedule:
     Reference: Albers, Garg, Leonardi, *Minimizing stall time in single and parallel disk systems*, JACM 2000.
     """
     timeline = read(schedule)
+    return write(with_launches(timeline, earliest_launches(timeline)))
+
+
+def earliest_launches(timeline: Timeline, not_before: Sequence[int] | None = None) -> list[int]:
+    """The point of each gather's launch in `launch_early`; `not_before` bounds them from below."""
     fits = _longest_prefixes(timeline)
     launches: list[int] = []
     point = 0
@@ -44,20 +52,22 @@ def launch_early(schedule: Schedule) -> Schedule:
         point = max(point, ready)
         while point < len(fits) and fits[point] <= index:
             point += 1
-        if point > gather.first:
-            raise ValueError(f"gather {index} does not fit the limits at its first read, step {gather.first}")
+        if point > gather.wait:
+            raise ValueError(f"gather {index} does not fit the limits at its first read, step {gather.wait}")
+        if not_before is not None:
+            point = max(point, min(not_before[index], gather.wait))
         launches.append(point)
-    return write(with_launches(timeline, launches))
+    return launches
 
 
 def _ready_points(timeline: Timeline) -> list[int]:
     """The points before which each gather must not be launched, memory aside."""
     turn = turn_of(timeline.program)
-    ended: dict[str, int] = {}
+    ended = {interval.parameter.name: interval.last + 1 for interval in timeline.carried}
     ready = []
     for gather in timeline.gathers:
         free = max(ended.get(i.parameter.name, 0) for i in gather.members)
-        ready.append(max(free, turn + 1) if gather.first > turn else free)
+        ready.append(max(free, turn + 1) if gather.wait > turn else free)
         ended.update({i.parameter.name: i.last + 1 for i in gather.members})
     return ready
 
@@ -65,31 +75,33 @@ def _ready_points(timeline: Timeline) -> list[int]:
 def _longest_prefixes(timeline: Timeline) -> list[int]:
     """k*(t) for every point: how many gathers may have been launched once point t is over."""
     num_steps, gathers = len(timeline.program.steps), timeline.gathers
-    limit, room = timeline.limits.max_live_parameters, byte_room(timeline) - gradient_bytes(timeline)
+    carried = replace(timeline, gathers=())
+    element_limit = element_room(carried) - gathered_elements(carried)
+    byte_limit = bytes_left(carried, gathered_bytes, gradient_bytes)
     arriving = _live_until(gathers)
     elements, num_bytes = [0] * len(gathers), [0] * len(gathers)  # what each gather holds at `point` if launched by then
     total_elements = total_bytes = 0
     count = len(gathers)
 
-    def shrink(byte_limit: float) -> None:
+    def shrink(max_elements: float, max_bytes: float) -> None:
         nonlocal count, total_elements, total_bytes
-        while count and (total_elements > limit or total_bytes > byte_limit):
+        while count and (total_elements > max_elements or total_bytes > max_bytes):
             count -= 1
             total_elements -= elements[count]
             total_bytes -= num_bytes[count]
 
     fits = [0] * num_steps
     for point in range(num_steps, -1, -1):
-        for index, more_elements, more_bytes in arriving[point]:
+        for index, more_elements, more_bytes in arriving.get(point, ()):
             elements[index] += more_elements
             num_bytes[index] += more_bytes
             if index < count:
                 total_elements += more_elements
                 total_bytes += more_bytes
         if point < num_steps:
-            shrink(room.during[point])
+            shrink(element_limit.during[point], byte_limit.during[point])
             fits[point] = count
-        shrink(room.before[point])
+        shrink(element_limit.before[point], byte_limit.before[point])
     return fits
 
 
@@ -100,7 +112,7 @@ def _live_until(gathers: tuple[Gather, ...]) -> dict[int, list[tuple[int, int, i
         for interval in gather.members:
             until[interval.last].append((index, interval.parameter.num_elements, interval.parameter.num_bytes))
         if gather.packed:
-            until[gather.first].append((index, gather.packing_elements, gather.packing_bytes))
+            until[gather.wait].append((index, gather.packing_elements, gather.packing_bytes))
     return until
 
 
@@ -120,9 +132,9 @@ def launch_late(schedule: Schedule) -> Schedule:
     O(steps + gathers * log(steps)).
     Reference: Hutchinson, Sanders, Vitter, *Duality between prefetching and queued writing with parallel disks*, 2005.
     """
-    timeline = read(schedule)
+    timeline, durations_us = read(schedule), actual_us(schedule.program)
     program, costs, gathers = timeline.program, timeline.program.costs, timeline.gathers
-    times = simulate(timeline)
+    times = simulate(timeline, durations_us)
     deadline = times.finish_us * (1 + 1e-9)
     reductions = _ReductionTails(timeline)
     launches = [g.launch for g in gathers]
@@ -132,15 +144,17 @@ def launch_late(schedule: Schedule) -> Schedule:
     tail = 0.0  # the longest path from compute, here, to the finish
     for point in range(len(program.steps), -1, -1):
         if point < len(program.steps):
-            tail += program.steps[point].duration_us
-        while index and gathers[index - 1].first == point:
+            tail += durations_us[point]
+        while index and gathers[index - 1].wait == point:
             index -= 1
+            tail += costs.busy_us(gathers[index].num_bytes)
             queue_tail = costs.gather_us(gathers[index].num_bytes) + max(queue_tail, tail)
             latest = min(latest, point)
             in_time = bisect_right(times.launch_us, deadline - queue_tail, hi=latest + 1) - 1
             latest = launches[index] = max(launches[index], in_time)
             moved[latest].append(queue_tail)
-        tail = max(tail, *moved[point]) if moved[point] else tail
+        if point in moved:
+            tail = max(tail, *moved[point])
         tail = reductions.pass_point(point, tail)
     return write(with_launches(timeline, launches))
 
@@ -161,8 +175,9 @@ class _ReductionTails:
             self._launched -= 1
             tail = self._pass_waits(point, point, tail)
             end = max(self._ends[self._launched], self._queue_tail)
-            self._queue_tail = self._costs.reduce_us(reductions[self._launched].num_bytes) + end
-            tail = max(tail, self._queue_tail)
+            num_bytes = reductions[self._launched].num_bytes
+            self._queue_tail = self._costs.reduce_us(num_bytes) + end
+            tail = self._costs.busy_us(num_bytes) + max(tail, self._queue_tail)
         return self._pass_waits(point, -1, tail)
 
     def _pass_waits(self, point: int, launch: int, tail: float) -> float:

@@ -34,16 +34,16 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Intervals that are launched together at point `launch`; those in `packed` travel in one packing buffer."""
+    """Intervals that are launched together at point `launch` and waited for together at point `wait`.
+
+    `wait` is at most the first read of any member, and of any member of a later gather: the channel is first in, first out.
+    Those in `packed` travel in one packing buffer.
+    """
 
     members: tuple[Interval, ...]
     launch: int
+    wait: int
     packed: tuple[Interval, ...] = ()
-
-    @property
-    def first(self) -> int:
-        """The first read of the first member: the point where all members are waited for."""
-        return self.members[0].first
 
     @property
     def num_bytes(self) -> int:
@@ -74,12 +74,21 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A schedule by parameter. Gathers stand in launch order, which is first-read order; reductions in completion order."""
+    """A schedule by parameter. Gathers stand in launch order, reductions in launch order, which is completion order.
+
+    `carried` are the intervals that began in an earlier micro-batch: live from point 0, and never gathered here.
+    """
 
     program: Program
     limits: Limits
     gathers: tuple[Gather, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    carried: tuple[Interval, ...] = ()
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]:
+        """Those that are gathered here, in launch order."""
+        return tuple(interval for gather in self.gathers for interval in gather.members)
 
 
 def turn_of(program: Program) -> int:
@@ -97,8 +106,10 @@ def reads_of(program: Program) -> dict[str, list[int]]:
     """The steps that read each parameter, ascending."""
     reads: dict[str, list[int]] = defaultdict(list)
     for t, step in enumerate(program.steps):
-        for name in unique(step.reads):
-            reads[name].append(t)
+        for name in step.reads:
+            steps = reads[name]
+            if not steps or steps[-1] != t:
+                steps.append(t)
     return reads
 
 
@@ -114,32 +125,36 @@ def read(schedule: Schedule) -> Timeline:
     program = schedule.program
     parameters = {p.name: p for p in program.parameters}
     reads = reads_of(program)
+    num_steps = len(program.steps)
     launches: dict[int, int] = {}
     waits: dict[int, int] = {}
-    owner: dict[str, tuple[int, str]] = {}
-    last: dict[tuple[int, str], int] = {}
+    arrives = program.window in ("middle", "last")
+    owner: dict[str, int | None] = dict.fromkeys(schedule.carried) if arrives else {}  # name -> the bucket that brought it
+    carried = tuple(owner)
+    last: dict[tuple[int | None, str], int] = {}
     for instruction in schedule.instructions:
         if instruction.bucket is None:
-            last.update({owner[name]: instruction.point - 1 for name in instruction.parameters})
+            last.update({(owner[name], name): instruction.point - 1 for name in instruction.parameters})
         elif instruction.kind in ("all_gather", "reduce_scatter"):
             launches[instruction.bucket] = instruction.point
             if instruction.kind == "all_gather":
-                owner.update({name: (instruction.bucket, name) for name in instruction.parameters})
+                owner.update(dict.fromkeys(instruction.parameters, instruction.bucket))
         else:
             waits[instruction.bucket] = instruction.point
     gathers, reductions = [], []
     for bucket in schedule.buckets:
-        launch, packed = launches[bucket.index], set(bucket.packed)
+        launch, wait, packed = launches[bucket.index], waits[bucket.index], set(bucket.packed)
         if bucket.kind == "all_gather":
             members = []
             for name in bucket.parameters:
                 first = reads[name][bisect_left(reads[name], launch)]
-                members.append(Interval(parameters[name], first, last.get((bucket.index, name), len(program.steps))))
-            gathers.append(Gather(tuple(members), launch, tuple(i for i in members if i.parameter.name in packed)))
+                members.append(Interval(parameters[name], first, last.get((bucket.index, name), num_steps)))
+            gathers.append(Gather(tuple(members), launch, wait, tuple(i for i in members if i.parameter.name in packed)))
         else:
             gradients = tuple(parameters[name] for name in bucket.parameters)
-            reductions.append(Reduction(gradients, launch, waits[bucket.index], tuple(p for p in gradients if p.name in packed)))
-    return Timeline(program, schedule.limits, tuple(gathers), tuple(reductions))
+            reductions.append(Reduction(gradients, launch, wait, tuple(p for p in gradients if p.name in packed)))
+    held = tuple(Interval(parameters[name], reads[name][0], last.get((None, name), num_steps)) for name in carried)
+    return Timeline(program, schedule.limits, tuple(gathers), tuple(reductions), held)
 
 
 def write(timeline: Timeline) -> Schedule:
@@ -152,11 +167,11 @@ def write(timeline: Timeline) -> Schedule:
     `release` stands before `wait_reduce` because it never blocks; launches stand before `wait` so that the next
     bucket is in the queue while this one is waited for.
     """
-    num_steps, turn = len(timeline.program.steps), turn_of(timeline.program)
+    program = timeline.program
+    num_steps, turn = len(program.steps), turn_of(program)
     buckets: list[Bucket] = []
     sections: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
     released: dict[int, list[str]] = defaultdict(list)
-    kept: list[str] = []
 
     def put(section: int, kind: Kind, point: int) -> None:
         sections[point, section].append(Instruction(kind, point, buckets[-1].parameters, buckets[-1].index))
@@ -165,21 +180,33 @@ def write(timeline: Timeline) -> Schedule:
         names = tuple(i.parameter.name for i in gather.members)
         buckets.append(Bucket(len(buckets), "all_gather", names, tuple(i.parameter.name for i in gather.packed)))
         put(3, "all_gather", gather.launch)
-        put(4, "wait", gather.first)
-        for interval in gather.members:
-            if interval.last < num_steps:
-                released[interval.last + 1].append(interval.parameter.name)
-            if turn < num_steps and interval.first <= turn <= interval.last:
-                kept.append(interval.parameter.name)
+        put(4, "wait", gather.wait)
     for reduction in timeline.reductions:
         names = tuple(p.name for p in reduction.members)
         buckets.append(Bucket(len(buckets), "reduce_scatter", names, tuple(p.name for p in reduction.packed)))
         put(2, "reduce_scatter", reduction.launch)
         put(2 if reduction.wait == reduction.launch else 1, "wait_reduce", reduction.wait)
+    kept: set[str] = set()
+    carried = {interval.parameter.name for interval in timeline.carried}
+    escapes = set(program.escapes)
+    for interval in (*timeline.carried, *timeline.intervals):
+        name = interval.parameter.name
+        if interval.last < num_steps:
+            released[interval.last + 1].append(name)
+        elif name not in escapes:
+            carried.add(name)
+        if turn < num_steps and interval.first <= turn <= interval.last:
+            kept.add(name)
     for point, members in released.items():
         sections[point, 0].append(Instruction("release", point, tuple(members)))
-    instructions = tuple(instruction for key in sorted(sections) for instruction in sections[key])
-    return Schedule(timeline.program, timeline.limits, tuple(buckets), instructions, tuple(kept))
+    return Schedule(
+        program,
+        timeline.limits,
+        tuple(buckets),
+        tuple(instruction for key in sorted(sections) for instruction in sections[key]),
+        tuple(p.name for p in program.parameters if p.name in kept),
+        tuple(p.name for p in program.parameters if p.name in carried),
+    )
 
 
 def with_launches(timeline: Timeline, launches: Iterable[int]) -> Timeline:

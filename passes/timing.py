@@ -6,11 +6,15 @@ Durations are fixed and compute is not slowed down by communication: an estimate
 
     compute    | s0 | s1 |     stall      | s2 |
     gathers         ^launch [====== b =====]^wait
+
+`busy_us` of compute goes by after each wait for a gather and before each launch of a reduction. The durations of the steps are an
+argument, see `view.py`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .timeline import Timeline
@@ -31,7 +35,7 @@ class GatherQueue:
             begin = max(now, self._ends[-1]) if self._ends else now
             self._ends.append(begin + self._costs.gather_us(gathers[self._launched].num_bytes))
             self._launched += 1
-        while self._waited < len(gathers) and gathers[self._waited].first == point:
+        while self._waited < len(gathers) and gathers[self._waited].wait == point:
             now = max(now, self._ends[self._waited]) + self._costs.busy_us(gathers[self._waited].num_bytes)
             self._waited += 1
         return now
@@ -45,9 +49,9 @@ class Times:
     finish_us: float
 
 
-def simulate(timeline: Timeline) -> Times:
+def simulate(timeline: Timeline, durations_us: Sequence[float]) -> Times:
     """Replay the timeline. Linear in steps and buckets."""
-    program = timeline.program
+    costs = timeline.program.costs
     launched: dict[int, list[int]] = defaultdict(list)
     waited: dict[int, list[int]] = defaultdict(list)
     for index, reduction in enumerate(timeline.reductions):
@@ -57,17 +61,15 @@ def simulate(timeline: Timeline) -> Times:
     ends: list[float] = []
     gathers = GatherQueue(timeline)
     launch_us, now = [], 0.0
-    for point in range(len(program.steps) + 1):
-        for index in waited[point]:
+    for point, duration_us in enumerate((*durations_us, 0.0)):
+        for index in waited.get(point, ()):
             now = max(now, ends[index])
-        for index in launched[point]:
-            now += program.costs.busy_us(timeline.reductions[index].num_bytes)
+        for index in launched.get(point, ()):
+            now += costs.busy_us(timeline.reductions[index].num_bytes)
             begin = max(now, ends[-1]) if ends else now
-            ends.append(begin + program.costs.reduce_us(timeline.reductions[index].num_bytes))
+            ends.append(begin + costs.reduce_us(timeline.reductions[index].num_bytes))
             if timeline.reductions[index].wait == point:
                 now = max(now, ends[index])
         launch_us.append(now)
-        now = gathers.pass_point(point, now)
-        if point < len(program.steps):
-            now += program.steps[point].duration_us
+        now = gathers.pass_point(point, now) + duration_us
     return Times(tuple(launch_us), now)

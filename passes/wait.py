@@ -9,13 +9,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zfx.ir import Schedule
 
-from .memory import Profile, byte_room, gathered_bytes
-from .timeline import completions_of, read, turn_of, write
+from .memory import Profile, bytes_left, gathered_bytes
+from .timeline import Timeline, completions_of, read, turn_of, write
 from .timing import GatherQueue
+from .view import actual_us
 
 
 @dataclass(slots=True)
@@ -50,10 +52,14 @@ def wait_reductions(schedule: Schedule) -> Schedule:
     Reference: the mirror of gathering, Hutchinson, Sanders, Vitter, *Duality between prefetching and queued writing with
     parallel disks*, 2005.
     """
-    timeline = read(schedule)
+    return write(wait_when_over(read(schedule), actual_us(schedule.program)))
+
+
+def wait_when_over(timeline: Timeline, durations_us: Sequence[float]) -> Timeline:
+    """`wait_reductions` on a timeline, for the durations given."""
     program, costs = timeline.program, timeline.program.costs
     num_steps, turn = len(program.steps), turn_of(program)
-    room = byte_room(timeline) - gathered_bytes(timeline)
+    room = bytes_left(timeline, gathered_bytes)
     completed = [sum(p.grad_bytes for p in gradients) for gradients in completions_of(program)] + [0]
     launched: dict[int, list[tuple[int, int]]] = {}
     for index, reduction in enumerate(timeline.reductions):
@@ -68,6 +74,7 @@ def wait_reductions(schedule: Schedule) -> Schedule:
                 len(flight.queue) > 1 or 2 * flight.num_bytes + pending + num_bytes > room.before[point]
             ):
                 flight.land(point)
+            flight.now += costs.busy_us(num_bytes)
             channel = max(channel, flight.now) + costs.reduce_us(num_bytes)
             flight.queue.append((index, num_bytes, channel))
             flight.num_bytes += num_bytes
@@ -79,9 +86,9 @@ def wait_reductions(schedule: Schedule) -> Schedule:
         flight.land_arrived(point)
         flight.now = gathers.pass_point(point, flight.now)
         if point < num_steps:
-            flight.now += program.steps[point].duration_us
+            flight.now += durations_us[point]
     reductions = tuple(replace(r, wait=flight.waits[i]) for i, r in enumerate(timeline.reductions))
-    return write(replace(timeline, reductions=reductions))
+    return replace(timeline, reductions=reductions)
 
 
 def _next(room: Profile, point: int) -> float:

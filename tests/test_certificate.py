@@ -43,7 +43,7 @@ def instance(seed: int) -> tuple[Program, Limits]:
     sizes = [rng.randint(1, 6) for _ in names]
     parameters = tuple(Parameter(name, size, 4 * size, 4 * size) for name, size in zip(names, sizes))
     links = [Link(rng.choice([0.0, 1.0, 8.0]), rng.choice([1.0, 4.0, 8.0])) for _ in range(2)]
-    costs = CostModel(*links, launch_us=rng.choice([0.0, 1.0]), pack_threshold_bytes=0, bucket_bytes=rng.choice([0, 30, 1000]))
+    costs = CostModel(*links, launch_us=rng.choice([0.0, 1.0]), pack_threshold_bytes=0)
     reads = [tuple(sorted({name, *rng.sample(names, rng.randint(0, 1))})) for name in names]
     row = [(tuple(r), float(rng.randint(0, 16)), rng.randint(0, 12)) for r in reads]
     steps = [Step(f"f{t}", "forward", "op", r, (), other, us) for t, (r, us, other) in enumerate(row)]
@@ -94,7 +94,7 @@ def test_the_bound_is_below_the_optimum_on_300_instances() -> None:
 
 def test_the_search_finds_what_everything_early_cannot() -> None:
     """Two layers, room for both, no latency: gathering costs 2 x 10 us, of which the second hides behind the first step."""
-    program = chain(2, size=10, duration_us=10.0, costs=link_costs(0.0, 4.0, bucket_bytes=0))
+    program = chain(2, size=10, duration_us=10.0, costs=link_costs(0.0, 4.0))
     best, optimum = least_time(program, NO_REUSE_LIMIT)
     assert best == 10 + 4 * 10 + 10  # one gather, four steps, the last reduction
     assert optimum is not None and simulate(optimum).finish_us == best
@@ -122,7 +122,7 @@ def test_every_stage_of_the_pipeline_is_at_or_above_its_bounds(problem) -> None:
         assert claims_the_truth(certify(schedule))
 
 
-@given(problems(with_budget=True, busy=True, costs=link_costs(30.0, 1.0, pack_threshold_bytes=1000, bucket_bytes=60)))
+@given(problems(with_budget=True, busy=True, costs=link_costs(30.0, 1.0, pack_threshold_bytes=1000)))
 @settings(max_examples=200)
 def test_where_bytes_are_short_and_transfers_slow(problem) -> None:
     assert claims_the_truth(certify(plan(*problem)))
@@ -169,7 +169,7 @@ def test_the_peaks_bound_is_what_limits_are_refused_by(program) -> None:
 def test_a_chain_with_room_for_k_layers(k: int) -> None:
     """2n - k gathers are needed, and the planner's schedule has them: the bound is exact."""
     n = 12
-    schedule = plan(chain(n, costs=CostModel(bucket_bytes=0)), replace(NO_REUSE_LIMIT, max_live_parameters=10 * k), check=verify)
+    schedule = plan(chain(n, costs=CostModel()), replace(NO_REUSE_LIMIT, max_live_parameters=10 * k), check=verify)
     certificate = certify(schedule)
     assert certificate.volume_bound_bytes == certificate.volume_bytes == 40 * (2 * n - k)
     assert certificate.volume_binds == ("first reads" if k == n else "max_live_parameters")
@@ -211,7 +211,7 @@ def test_a_reuse_distance_forces_gathers_and_is_named() -> None:
 )
 def test_what_binds_is_named_and_reached(costs: CostModel, duration_us: float, limits: Limits, binds: str) -> None:
     """A chain of equal layers, each gathered alone: the planner reaches every one of these bounds."""
-    program = chain(5, duration_us=duration_us, costs=replace(costs, bucket_bytes=0))
+    program = chain(5, duration_us=duration_us, costs=costs)
     certificate = certify(plan(program, limits, check=verify))
     assert (certificate.time_binds, certificate.time_ratio) == (binds, 1.0)
 

@@ -74,7 +74,6 @@ class CostModel:
             gather is waited for and where a reduction is launched; the links hold what is left of the collective's time.
         pack_threshold_bytes: parameters whose gathered size is below this travel packed in one buffer: copying them costs less
             than a message of their own.
-        bucket_bytes: a bucket is closed once it holds this many bytes: latency is then a small part of its time.
         nominal_tokens: how many rows a matrix product is taken to have where ranks may differ in their data, see
             `Step.nominal_us`.
         source: where the numbers come from, for people.
@@ -85,13 +84,12 @@ class CostModel:
     rates: tuple[Rate, ...] = (Rate("elementwise"),)
     launch_us: float = 0.0
     pack_threshold_bytes: int = 65_536
-    bucket_bytes: int = 4_194_304
     nominal_tokens: int = 2_048
     source: str = "round numbers for one CPU core and loopback TCP"
     busy_bytes_per_us: float = math.inf
 
     def __post_init__(self) -> None:
-        _check(self, above=("busy_bytes_per_us",), least=("launch_us", "pack_threshold_bytes", "bucket_bytes", "nominal_tokens"))
+        _check(self, above=("busy_bytes_per_us",), least=("launch_us", "pack_threshold_bytes", "nominal_tokens"))
         if not self.rates or len({rate.kind for rate in self.rates}) != len(self.rates):
             raise ValueError("CostModel.rates must name at least one kind of compute, and none twice")
 

@@ -25,8 +25,7 @@ pace of its slowest link; doubling joins 2, 4, 8, ... parts, one tier after the 
     doubling   base + sum of log2(U_i / U_i+1) a_i     + S sum of (1 - U_i+1 / U_i) / b_i
 
 A `Link` is one line, so it is that of the algorithm that is faster for 128 MiB, about what large models gather at once.
-`bucket_bytes` is the smallest power of two, from 1 to 256 MiB, with which latency is at most a fifth of the time. On CPUs zfx sends
-from every rank to every other, which costs what a ring does.
+On CPUs zfx sends from every rank to every other, which costs what a ring does.
 """
 
 from __future__ import annotations
@@ -152,9 +151,7 @@ NETWORKS: dict[str, Tier] = {
     "loopback": Tier(2e3, 100.0, 100.0, "TCP within one machine: round numbers, which include the copies", share=1.0),
 }
 _BASE_US = {"nccl": 10.0, "gloo": 0.0}  # of a collective whatever its ranks: NCCL's tuning model, LL128
-_LATENCY_SHARE = 0.2
 _TYPICAL_BYTES = 2**27
-_BUCKETS = tuple(2**power for power in range(20, 29))
 
 
 def costs_for(device: str, network: str, world_size: int) -> CostModel:
@@ -177,15 +174,14 @@ def costs_for(device: str, network: str, world_size: int) -> CostModel:
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
     found = device_for(device)
-    link, bucket_bytes = _link(found, _tiers(network, found), network, world_size)
+    link = _link(found, _tiers(network, found), network, world_size)
     copied_per_us = found.bandwidth * found.memory_share / 4  # packing and unpacking each read and write
     return CostModel(
         gather=link,
         reduce=link,
         rates=_rates(found),
         launch_us=found.launch_us if world_size > 1 else 0.0,
-        pack_threshold_bytes=min(2 ** int(math.log2(max(found.message_us * copied_per_us, 1))), bucket_bytes // 2),
-        bucket_bytes=bucket_bytes,
+        pack_threshold_bytes=2 ** int(math.log2(max(found.message_us * copied_per_us, 1))),
         source=f"preset {device} ({found.source}) over {network or 'no network'} on {world_size} ranks",
     )
 
@@ -300,10 +296,10 @@ def _reach(part: str, device: Device) -> _Reach:
     return _Reach(tier, int(match["ranks"]) if match["ranks"] else math.inf, int(match["links"] or 0))
 
 
-def _link(device: Device, reaches: list[_Reach], network: str, world_size: int) -> tuple[Link, int]:
-    """The line of the faster algorithm, and the bucket size: see the module."""
+def _link(device: Device, reaches: list[_Reach], network: str, world_size: int) -> Link:
+    """The line of the faster algorithm: see the module."""
     if world_size == 1:  # nothing travels; a gather is a copy within the device
-        return Link(0.0, device.bandwidth * device.memory_share / 2), _BUCKETS[0]
+        return Link(0.0, device.bandwidth * device.memory_share / 2)
     if not reaches or reaches[-1].ranks < world_size:
         raise ValueError(
             f"network {network!r} reaches {reaches[-1].ranks if reaches else 1} ranks, not {world_size}: add a tier, as in "
@@ -318,6 +314,4 @@ def _link(device: Device, reaches: list[_Reach], network: str, world_size: int) 
     if device.backend == "nccl":
         hops = sum(math.ceil(math.log2(here / above)) * r.tier.doubling_us for r, here, above, _ in crossed)
         lines.append(Link(base + hops, 1 / sum((1 - above / here) / r.bandwidth(ranks) for r, here, above, ranks in crossed)))
-    line = min(lines, key=lambda link: link.us(_TYPICAL_BYTES))
-    fitting = (size for size in _BUCKETS if line.latency_us <= _LATENCY_SHARE * line.us(size))
-    return line, next(fitting, _BUCKETS[-1])
+    return min(lines, key=lambda link: link.us(_TYPICAL_BYTES))

@@ -6,7 +6,7 @@ does not trust the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .ir import Bucket, Instruction, Parameter, Schedule, Step
@@ -86,6 +86,16 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction | Step]]:
         yield i, steps[i]
 
 
+def arriving(schedule: Schedule) -> tuple[str, ...]:
+    """What is live at point 0, carried from the micro-batch before."""
+    return schedule.carried if schedule.program.window in ("middle", "last") else ()
+
+
+def leaving(schedule: Schedule) -> tuple[str, ...]:
+    """What stays live after the last step, carried to the next micro-batch."""
+    return schedule.carried if schedule.program.window in ("first", "middle") else ()
+
+
 def bucket_of(schedule: Schedule, index: int | None) -> Bucket | None:
     return schedule.buckets[index] if index is not None and 0 <= index < len(schedule.buckets) else None
 
@@ -102,9 +112,20 @@ class _Held:
         self._gradients: dict[str, int] = {}
         self._arriving: dict[int | None, int] = {}
         self._sums = [0] * 5  # gathered elements and bytes, packing elements and bytes, gradient bytes
+        self._hold(arriving(schedule), 1)
 
     def _size(self, name: str) -> Parameter:
         return self._parameters.get(name) or Parameter(name, 0, 0)
+
+    def _hold(self, names: Iterable[str], sign: int) -> None:
+        """Hold (1) or free (-1) the parameters; what is held already, or not at all, changes nothing."""
+        for name in names:
+            if (name in self._live) == (sign > 0):
+                continue
+            (self._live.add if sign > 0 else self._live.discard)(name)
+            self._log.append((sign > 0, name))
+            self._sums[0] += sign * self._size(name).num_elements
+            self._sums[1] += sign * self._size(name).num_bytes
 
     def run(self, step: Step) -> None:
         for name in step.completes:
@@ -115,14 +136,7 @@ class _Held:
     def execute(self, instruction: Instruction) -> None:
         names, index, sums = instruction.parameters, instruction.bucket, self._sums
         if instruction.kind in ("all_gather", "release"):
-            sign = 1 if instruction.kind == "all_gather" else -1
-            for name in names:
-                if (name in self._live) == (sign > 0):
-                    continue
-                (self._live.add if sign > 0 else self._live.discard)(name)
-                self._log.append((sign > 0, name))
-                sums[0] += sign * self._size(name).num_elements
-                sums[1] += sign * self._size(name).num_bytes
+            self._hold(names, 1 if instruction.kind == "all_gather" else -1)
         if instruction.kind == "all_gather" and index not in self._packs:
             bucket = bucket_of(self._schedule, index)
             packed = [self._size(name) for name in bucket.packed] if bucket else []

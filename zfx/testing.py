@@ -37,7 +37,6 @@ _COSTS = st.builds(
     _LINKS,
     launch_us=st.sampled_from([0.0, 1.0]),
     pack_threshold_bytes=st.sampled_from([0, 20, 1000]),
-    bucket_bytes=st.sampled_from([0, 30, 60, 1000]),
 )
 
 
@@ -156,7 +155,7 @@ def chain(n: int, *, size: int = 10, duration_us: float = 50.0, costs: CostModel
     """
     parameters = tuple(Parameter(f"p{i}", size, 4 * size, 4 * size) for i in range(n))
     steps = [
-        Step(f"f{i}.{k}", "forward", "op", (f"p{i}",), duration_us=duration_us, other_bytes=8)
+        Step(f"f{i}.{k}", "forward", "op", (f"p{i}",), (), 8, duration_us, duration_us)
         for i in range(n)
         for k in range(repeat)
     ]
@@ -164,7 +163,7 @@ def chain(n: int, *, size: int = 10, duration_us: float = 50.0, costs: CostModel
     for i in reversed(range(n)):
         for k in range(repeat):
             done = (f"p{i}",) if k == repeat - 1 else ()
-            steps.append(Step(f"b{i}.{k}", "backward", "op", (f"p{i}",), done, duration_us=duration_us, other_bytes=8))
+            steps.append(Step(f"b{i}.{k}", "backward", "op", (f"p{i}",), done, 8, duration_us, duration_us))
     return Program(parameters, tuple(steps), world_size=2, costs=costs or CostModel())
 
 

@@ -8,12 +8,14 @@ that the program does not know, buckets that do not exist and points out of rang
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from .errors import ScheduleError
 from .ir import Instruction, Schedule, Step
-from .replay import bucket_of, replay, walk
+from .replay import arriving, bucket_of, leaving, replay, walk
 
 # What a rule yields: a message, the index of the step (or of the point before it), the parameter.
 Finding = tuple[str, int | None, str | None]
@@ -42,6 +44,7 @@ def names(schedule: Schedule) -> Iterator[Finding]:
     known = {p.name for p in schedule.program.parameters}
     rows = [(f"{i.kind} at point {i.point}", i.point, i.parameters) for i in schedule.instructions]
     rows += [(f"bucket {b.index}", None, b.parameters) for b in schedule.buckets]  # type: ignore[misc]
+    rows += [("kept", None, schedule.kept), ("carried", None, schedule.carried)]  # type: ignore[list-item]
     for what, point, members in rows:
         for name in members:
             if name not in known:
@@ -107,7 +110,7 @@ def collective_order(schedule: Schedule) -> Iterator[Finding]:
 
 def _status_at_reads(schedule: Schedule) -> Iterator[tuple[int, str, str]]:
     """(step, parameter, "absent" | "in flight" | "gathered" | "released") for every read."""
-    status: dict[str, str] = {}
+    status = dict.fromkeys(arriving(schedule), "gathered")
     after = {"all_gather": "in flight", "wait": "gathered", "release": "released"}
     for point, event in walk(schedule):
         if isinstance(event, Step):
@@ -142,7 +145,7 @@ def no_use_after_release(schedule: Schedule) -> Iterator[Finding]:
 
 def _transitions(schedule: Schedule) -> Iterator[tuple[int, Instruction, str, bool, bool]]:
     """(point, instruction, parameter, was it live before, was its gather in flight) for every gather and release."""
-    live: set[str] = set()
+    live = set(arriving(schedule))
     in_flight: set[str] = set()
     for point, event in walk(schedule):
         if isinstance(event, Step):
@@ -174,9 +177,9 @@ def release_after_wait(schedule: Schedule) -> Iterator[Finding]:
 
 
 def nothing_leaked(schedule: Schedule) -> Iterator[Finding]:
-    """At the end everything is released, except what escapes, which never is."""
-    escapes = set(schedule.program.escapes)
-    live: dict[str, int] = {}
+    """At the end everything is released, except what escapes, which never is, and what is carried to the next micro-batch."""
+    escapes, leaves = set(schedule.program.escapes), set(leaving(schedule))
+    live: dict[str, int] = dict.fromkeys(arriving(schedule), 0)
     for point, event, name, _, _ in _transitions(schedule):
         if event.kind == "all_gather":
             live[name] = point
@@ -185,8 +188,30 @@ def nothing_leaked(schedule: Schedule) -> Iterator[Finding]:
             if name in escapes:
                 yield f"{name!r} escapes but is released at point {point}", point, name
     for name, point in live.items():
-        if name not in escapes:
-            yield f"{name!r}, gathered at point {point}, is never released", point, name
+        if name not in escapes and name not in leaves:
+            yield f"{name!r}, live since point {point}, is never released", point, name
+
+
+def carried(schedule: Schedule) -> Iterator[Finding]:
+    """What is carried to the next micro-batch is live and has arrived after the last step. Nothing is carried if there is
+    no other micro-batch, nor what escapes, which belongs to the caller."""
+    for name in schedule.carried:
+        if schedule.program.window == "only":
+            yield f"{name!r} is carried, but there is no other micro-batch", None, name
+        if name in schedule.program.escapes:
+            yield f"{name!r} is carried, but it escapes", None, name
+    live, in_flight = set(arriving(schedule)), set[str]()
+    for instruction in schedule.instructions:
+        if instruction.kind == "all_gather":
+            live.update(instruction.parameters)
+            in_flight.update(instruction.parameters)
+        elif instruction.kind == "wait":
+            in_flight.difference_update(instruction.parameters)
+        elif instruction.kind == "release":
+            live.difference_update(instruction.parameters)
+    for name in leaving(schedule):
+        if name not in live or name in in_flight:
+            yield f"{name!r} is carried, but {'in flight' if name in live else 'not live'} after the last step", None, name
 
 
 def turn(schedule: Schedule) -> Iterator[Finding]:
@@ -199,7 +224,7 @@ def turn(schedule: Schedule) -> Iterator[Finding]:
         return
     launched: dict[int | None, bool] = {}
     kept = set(schedule.kept)
-    live: set[str] = set()
+    live = set(arriving(schedule))
     for point, event in walk(schedule):
         if isinstance(event, Step):
             if point == index:
@@ -295,9 +320,37 @@ def reuse_distance(schedule: Schedule) -> Iterator[Finding]:
         elif event.kind in ("all_gather", "release"):
             latest.update(dict.fromkeys(event.parameters, -1))
     kept = [gap for gap in kept if parameters[gap[2]].numel > limits.param_persistence_threshold]
+    yield from _carried_too_far(schedule)
     for (start, stop, name), distance in zip(sorted(kept), reuse_distances(schedule, sorted(kept))):
         if distance > limits.max_reuse_distance:
             text = f"{name!r} is kept from step {start} to {stop} over {distance:,} elements"
+            yield f"{text}, the limit is {limits.max_reuse_distance:,}", stop, name
+
+
+def _carried_too_far(schedule: Schedule) -> Iterator[Finding]:
+    """The same over the seam: counted are what is read after the last read, and, in the next micro-batch, before the first."""
+    parameters, limits = {p.name: p for p in schedule.program.parameters}, schedule.limits
+    first: dict[tuple[str, bool], int] = {}
+    latest: dict[tuple[str, bool], int] = {}
+    for t, step in enumerate(schedule.program.steps):
+        for name in step.reads:
+            first.setdefault((name, step.phase == "backward"), t)
+            latest[name, step.phase == "backward"] = t
+
+    def until(steps: dict[tuple[str, bool], int]) -> tuple[list[int], list[int]]:
+        """Steps, ascending, and the elements of the parameters at those before each."""
+        rows = sorted((t, parameters[name].num_elements) for (name, _), t in steps.items())
+        return [t for t, _ in rows], list(accumulate((size for _, size in rows), initial=0))
+
+    heads, tails = until(first), until(latest)
+    for name in schedule.carried:
+        reads = [(first[key], latest[key]) for key in ((name, False), (name, True)) if key in first]
+        if not reads or parameters[name].numel <= limits.param_persistence_threshold:
+            continue
+        start, stop = max(last for _, last in reads), min(read for read, _ in reads)
+        distance = tails[1][-1] - tails[1][bisect_right(tails[0], start)] + heads[1][bisect_left(heads[0], stop)]
+        if distance > limits.max_reuse_distance:
+            text = f"{name!r} is carried from step {start} to step {stop} of the next micro-batch over {distance:,} elements"
             yield f"{text}, the limit is {limits.max_reuse_distance:,}", stop, name
 
 
@@ -393,6 +446,7 @@ RULES: dict[str, Rule] = {
     "gathered_once": gathered_once,
     "release_after_wait": release_after_wait,
     "nothing_leaked": nothing_leaked,
+    "carried": carried,
     "turn": turn,
     "reduced_once": reduced_once,
     "reduced_after_completion": reduced_after_completion,

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.strategies import chain, problems, programs
 from zfx.ir import Limits, Parameter, Program, Schedule, Step
-from zfx.passes.demand import gather_on_demand
 from zfx.passes.keep import gaps, keep_parameters
 from zfx.passes.timeline import read
 from zfx.replay import replay
@@ -34,7 +33,7 @@ def all_gaps(program: Program) -> dict[tuple[str, int, int], int]:
 
 def kept(program: Program, limits: Limits) -> set[tuple[str, int, int]]:
     """The gaps that the pass keeps, read off its intervals."""
-    timeline = read(keep_parameters(gather_on_demand(Schedule(program, limits))))
+    timeline = read(keep_parameters(Schedule(program, limits)))
     inside = [(i.parameter.name, i.first, i.last) for g in timeline.gathers for i in g.members]
     return {(n, a, b) for n, a, b in all_gaps(program) if any(m == n and first <= a and b <= last for m, first, last in inside)}
 
@@ -61,7 +60,7 @@ def test_a_gap_is_given_up_only_where_the_limits_bind(problem):
     """Every wanted gap that was given up would, added back to what is held, break a limit somewhere inside."""
     program, limits = problem
     ample = replace(limits, max_live_parameters=10**6, memory_budget=None)
-    schedule = keep_parameters(gather_on_demand(Schedule(program, limits)))
+    schedule = keep_parameters(Schedule(program, limits))
     size = {p.name: p for p in program.parameters}
     wide = [(start + 1, stop, size[name]) for name, start, stop in kept(program, ample) - kept(program, limits)]
     for start, stop, parameter in wide:
@@ -113,7 +112,7 @@ def test_persistent_parameters_are_given_up_last():
 
 
 def test_a_kept_parameter_is_named_in_kept_only_if_it_spans_the_turn():
-    schedule = keep_parameters(gather_on_demand(Schedule(chain(3), Limits(max_reuse_distance=20, param_persistence_threshold=0))))
+    schedule = keep_parameters(Schedule(chain(3), Limits(max_reuse_distance=20, param_persistence_threshold=0)))
     assert schedule.kept == ("p1", "p2")
 
 
@@ -121,5 +120,5 @@ def test_a_kept_parameter_is_named_in_kept_only_if_it_spans_the_turn():
 def test_memory_budget_counts_gradients_too(budget, expected):
     """A layer takes 40 bytes gathered and 80 while its gradient travels; 8 more bytes are live at every step."""
     limits = Limits(memory_budget=budget, param_persistence_threshold=0)
-    schedule = keep_parameters(gather_on_demand(Schedule(chain(3), limits)))
+    schedule = keep_parameters(Schedule(chain(3), limits))
     assert len(schedule.kept) == expected

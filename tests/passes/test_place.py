@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tests.passes.oracle import at_launches, byte_steps, finish, launches, waits
 from tests.strategies import chain, link_costs, problems
-from zfx.ir import CostModel, Limits, Schedule
+from zfx.ir import Limits, Schedule
 from zfx.passes import stages
 from zfx.passes.place import launch_early, launch_late
 from zfx.passes.reduce import bucket_reductions
 from zfx.passes.wait import wait_reductions
 from zfx.verify import violations
 
-DIRECT = link_costs(3.0, 4.0, pack_threshold_bytes=0, bucket_bytes=30)
+DIRECT = link_costs(3.0, 4.0, pack_threshold_bytes=0)
 
 
 def bucketed(problem) -> Schedule:
@@ -130,21 +130,21 @@ def test_a_chain_with_room_for_two_layers_prefetches_one_ahead():
     step       0    1    2   turn  4    5         room for two layers of 10: while one computes, the next is on its way;
     launch     0,0  1              4    5 ...     the last stays over the turn
     """
-    limits = Limits(max_live_parameters=20, max_reuse_distance=0, param_persistence_threshold=0)
-    schedule = bucketed((chain(3, costs=CostModel(bucket_bytes=0)), limits))
+    limits = Limits(max_live_parameters=20, max_reuse_distance=0, param_persistence_threshold=0, prefetch_bucket_size=0)
+    schedule = bucketed((chain(3), limits))
     assert launches(launch_early(schedule)) == [0, 0, 1, 4, 5]
     assert waits(schedule) == [0, 1, 2, 5, 6]
 
 
 def test_the_backwards_gathers_start_after_the_turn():
-    limits = Limits(max_reuse_distance=0, param_persistence_threshold=0)
-    schedule = bucketed((chain(3, costs=CostModel(bucket_bytes=0)), limits))
+    limits = Limits(max_reuse_distance=0, param_persistence_threshold=0, prefetch_bucket_size=0)
+    schedule = bucketed((chain(3), limits))
     assert launches(launch_early(schedule)) == [0, 0, 0, 4, 4]
 
 
 def test_a_transfer_as_long_as_two_steps_is_launched_two_steps_ahead():
-    costs = link_costs(100.0, float("inf"), bucket_bytes=0)
-    limits = Limits(param_persistence_threshold=0)
+    costs = link_costs(100.0, float("inf"))
+    limits = Limits(param_persistence_threshold=0, prefetch_bucket_size=0)
     schedule = launch_late(launch_early(bucketed((chain(2, duration_us=100.0, repeat=3, costs=costs), limits))))
     assert launches(schedule) == [0, 2]  # p1 is first read at step 3; one step of 100 us hides it
 

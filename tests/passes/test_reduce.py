@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes.oracle import finish, simulate
+from tests.passes.test_gather import layers, partitions
 from tests.strategies import chain, link_costs, problems
+from zfx.costs import Link
 from zfx.ir import CostModel, Limits, Program, Schedule
 from zfx.passes import plan, stages
-from zfx.passes.reduce import bucket_reductions
-from zfx.passes.timeline import read
+from zfx.passes.gather import bucket_gathers
+from zfx.passes.keep import keep_parameters
+from zfx.passes.partition import AMORTISED
+from zfx.passes.reduce import bucket_reductions, completion_order, launched_when_complete
+from zfx.passes.timeline import read, write
 from zfx.passes.wait import wait_reductions
-from zfx.verify import verify
+from zfx.verify import verify, violations
 
 
 def bucketed(program: Program, limits: Limits) -> Schedule:
@@ -37,14 +41,35 @@ def test_buckets_are_consecutive_runs_launched_when_complete(problem):
     verify(schedule)
 
 
+def fastest(schedule: Schedule) -> float:
+    """The least time of all partitions that the verifier accepts, waited for when over. Exponential."""
+    timeline, row = read(schedule), list(completion_order(schedule.program))
+    times = []
+    for runs in partitions(len(row)):
+        candidate = write(launched_when_complete(timeline, row, runs))
+        if next(violations(candidate), None) is None:
+            times.append(finish(wait_reductions(candidate)))
+    return min(times, default=finish(schedule))
+
+
+# Parameters are gathered for nothing, so that compute never stalls and launching always takes its time; nothing is packed.
+FREE_GATHERS = CostModel(Link(0.0, float("inf")), Link(8.0, 1.0), launch_us=1.0, pack_threshold_bytes=0)
+
+
+@given(problems(busy=True, with_budget=False, uniform=True, with_escapes=False, costs=FREE_GATHERS))
+def test_no_partition_is_faster(problem):
+    before = bucket_gathers(keep_parameters(Schedule(*problem)))
+    assert finish(wait_reductions(bucket_reductions(before))) == fastest(before)
+
+
 @given(problems())
-def test_without_a_budget_every_boundary_is_explained(problem):
+def test_no_bucket_outgrows_its_bounds(problem):
     program, limits = problem
-    limits = replace(limits, memory_budget=None)
-    reductions = read(bucketed(program, limits)).reductions
-    for left, right in pairwise(reductions):
-        elements = sum(p.num_elements for p in (*left.members, right.members[0]))
-        assert left.num_bytes >= program.costs.bucket_bytes or elements > limits.reduce_bucket_size
+    enough = AMORTISED * (program.costs.reduce.latency_us + program.costs.launch_us)
+    for reduction in read(bucketed(*problem)).reductions:
+        if len(reduction.members) > 1:
+            assert sum(p.num_elements for p in reduction.members) <= limits.reduce_bucket_size
+            assert sum(p.grad_bytes for p in reduction.members[:-1]) / program.costs.reduce.bytes_per_us < enough
 
 
 @given(problems())
@@ -65,8 +90,8 @@ def test_at_most_two_reductions_are_in_flight(problem):
 
 def test_a_third_reduction_is_not_launched_before_the_first_is_waited_for():
     """Each takes ten steps: only the cap waits, where bucket k+2 is launched."""
-    program = chain(5, costs=link_costs(500.0, float("inf"), bucket_bytes=0))
-    reductions = read(plan(program, Limits(param_persistence_threshold=0), check=verify)).reductions
+    program = chain(5, costs=link_costs(500.0, float("inf")))
+    reductions = read(plan(program, Limits(param_persistence_threshold=0, reduce_bucket_size=0), check=verify)).reductions
     assert [r.launch for r in reductions] == [7, 8, 9, 10, 11]
     assert [r.wait for r in reductions] == [9, 10, 11, 11, 11]
 
@@ -118,15 +143,23 @@ def test_with_a_larger_budget_waiting_for_the_same_buckets_is_never_slower(probl
 
 def test_a_budget_for_one_gradient_at_a_time_waits_at_once():
     """40 bytes of parameter, 8 others, 40 of a gradient while its step runs; 80 while it travels."""
-    program = chain(4, costs=CostModel(bucket_bytes=0))
-    reductions = read(plan(program, Limits(memory_budget=8 + 80, param_persistence_threshold=0), check=verify)).reductions
+    program = chain(4, costs=CostModel())
+    limits = Limits(memory_budget=8 + 80, param_persistence_threshold=0, reduce_bucket_size=0)
+    reductions = read(plan(program, limits, check=verify)).reductions
     assert all(r.wait == r.launch for r in reductions)
 
 
 def test_slow_reductions_overlap_with_the_steps_that_follow():
     """Each reduction takes 75 us and each step 50: waited for two points later."""
-    program = chain(4, costs=link_costs(75.0, float("inf"), bucket_bytes=0))
-    limits = Limits(param_persistence_threshold=0)
+    program = chain(4, costs=link_costs(75.0, float("inf")))
+    limits = Limits(param_persistence_threshold=0, reduce_bucket_size=0)
     reductions = read(plan(program, limits, check=verify)).reductions
     # Launched at 6, 7, 8, 9; the channel serves them one after another; the last is the end, and two at most fly.
     assert [(r.launch, r.wait) for r in reductions] == [(6, 8), (7, 9), (8, 9), (9, 9)]
+
+
+def test_the_buckets_of_a_transformer_on_loopback_are_megabytes():
+    for wide_us in (100.0, 500.0, 2_000.0):
+        sizes = [r.num_bytes for r in read(bucketed(layers(wide_us=wide_us), Limits())).reductions]
+        assert 1e6 < sum(sizes) / len(sizes) < 12e6
+        assert max(sizes) < 12e6
