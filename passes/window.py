@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from zfx.errors import ScheduleError
 from zfx.ir import Bucket, Instruction, Program, Schedule
 
 
@@ -19,6 +20,9 @@ def plan_windows(plan: Callable[[Program], Schedule], program: Program, num_micr
     Args:
         plan: from a program to its schedule.
         program: of one micro-batch. Without a backward there is nothing to accumulate.
+
+    Raises:
+        ScheduleError: `plan` does not keep and carry the same parameters in all of them.
     """
     if num_micro_batches == 1 or program.turn is None:
         return (plan(program),)
@@ -28,7 +32,11 @@ def plan_windows(plan: Callable[[Program], Schedule], program: Program, num_micr
 
 def middle_of(first: Schedule, last: Schedule) -> Schedule:
     """The schedule that finds what was carried, as `last` does, and leaves it behind, as `first` does."""
-    assert (first.kept, first.carried) == (last.kept, last.carried), "what is kept is decided for all micro-batches alike"
+    if (first.kept, first.carried) != (last.kept, last.carried):
+        raise ScheduleError(
+            "the first and the last micro-batch keep or carry different parameters; a pass must decide that for all of them alike",
+            rule="windows",
+        )
     turn = first.program.turn
     assert turn is not None
     forward = [i for i in last.instructions if i.point <= turn]
