@@ -46,9 +46,8 @@ def network(num_layers: int = 6, *, limits: Limits | None = None) -> Schedule:
 
 def test_a_schedule_in_sentences() -> None:
     """`w1` is gathered again; both reductions are packed; all by hand."""
-    schedule = replace(mlp(kept=False), limits=Limits(max_live_parameters=87))
-    schedule = replace(schedule, program=replace(schedule.program, costs=link_costs(2.0, 128.0)))
-    story = tell(schedule)
+    schedule = mlp(kept=False)
+    story = tell(replace(schedule, program=replace(schedule.program, costs=link_costs(2.0, 128.0))))
     assert [c.why for c in story.collectives] == [
         (
             "For step 0 (f0), the first to read w0, one of its 3, launched right before.",
@@ -64,11 +63,11 @@ def test_a_schedule_in_sentences() -> None:
         (
             "For step 4 (g2), the first to read it, launched 2 steps and 4.0 us before.",
             "Exposed: compute waits 4.0 us for it.",
-            "No earlier: one step before, 136 elements would be live during step 1 (f1), the limit is 87.",
+            "No earlier: one step before, w1 is still there.",
         ),
         (
             "The last of its 2 gradients is complete after step 3 (g1); launched right after.",
-            "Hidden: over 0.0 us before compute asks for it.",
+            "Exposed: compute waits 6.0 us for it.",
         ),
         (
             "The last of its 2 gradients is complete after step 5 (g3); launched right after.",
@@ -94,6 +93,28 @@ def test_lives_in_sentences() -> None:
         "Kept across the turn: gathering it again would take 0.2 us.",
         "Released right after its last read, step 4 (g2). Nothing reads it later.",
     )
+
+
+def test_the_limit_that_forbids_an_earlier_launch_is_named() -> None:
+    """`b` is launched right when `a` is gone, since both do not fit; in elements, then in bytes."""
+    steps = (Step("f", "forward", reads=("a",), other_bytes=7), Step("g", "forward"), Step("h", "forward", reads=("b",)))
+    program = Program((Parameter("a", 4, 16), Parameter("b", 5, 20)), steps)
+    buckets = (Bucket(0, "all_gather", ("a",)), Bucket(1, "all_gather", ("b",)))
+    run = (
+        Instruction("all_gather", 0, ("a",), 0),
+        Instruction("wait", 0, ("a",), 0),
+        Instruction("release", 1, ("a",)),
+        Instruction("all_gather", 1, ("b",), 1),
+        Instruction("wait", 2, ("b",), 1),
+        Instruction("release", 3, ("b",)),
+    )
+    for limits, words in (
+        (Limits(max_live_parameters=8), "9 elements would be live during step 0 (f), the limit is 8"),
+        (Limits(memory_budget=42), "43 bytes would be held during step 0 (f), the limit is 42"),
+    ):
+        (*_, last) = tell(Schedule(program, limits, buckets, run)).collectives[1].why
+        assert last == f"No earlier: one step before, {words}."
+    assert "No earlier" not in " ".join(tell(Schedule(program, Limits(9), buckets, run)).collectives[1].why)
 
 
 def test_what_is_never_read_escapes_or_is_never_waited_for() -> None:
