@@ -44,7 +44,7 @@ rates = st.floats(0, exclude_min=True)
 links = st.builds(Link, st.floats(0), rates)
 compute = st.builds(Rate, st.text(max_size=3), st.floats(0), rates, rates)
 kinds_of_compute = st.lists(compute, min_size=1, max_size=2, unique_by=lambda r: r.kind)
-costs = st.builds(CostModel, links, links, kinds_of_compute.map(tuple), st.floats(0), rates, sizes, sizes, st.text(max_size=3))
+costs = st.builds(CostModel, links, links, kinds_of_compute.map(tuple), st.floats(0), sizes, sizes, st.text(max_size=3))
 
 
 @st.composite
