@@ -242,7 +242,7 @@ def test_a_reduction_that_memory_forces_is_waited_for_between_two_steps() -> Non
     program = Program(
         (Parameter("w", 3, 12, 8),),
         (
-            Step("f0", "forward", reads=("w",)),
+            Step("f0", "forward"),
             Step("turn", "turn"),
             Step("b0", "backward", reads=("w",), completes=("w",), duration_us=5.0),
             Step("b1", "backward", reads=("w",), other_bytes=5, duration_us=5.0),

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import zfx
 import zfx.dump
 import zfx.text
 from tests.strategies import link_costs
@@ -309,3 +311,14 @@ def test_version_2_has_these_fields_and_the_page_explains_each() -> None:
     names = ("schedule", "certificate", "program", "limits", "program.parameters", "program.steps", "program.costs")
     titles = (*names, "buckets", "instructions")
     assert {k: v for k, v in sections.items() if k in titles} == dict(zip(titles, page.values()))
+
+
+def test_a_schedule_that_was_not_captured_is_a_value_error() -> None:
+    model = zfx.compile(torch.nn.Linear(2, 2), world_size=2)
+    with pytest.raises(ValueError, match="nothing is captured yet"):
+        model.zfx.report()
+    model.zfx.plan(torch.randn(1, 2))
+    assert model.zfx.report(0) == model.zfx.report(-1) == report(model.zfx.schedules[0])
+    for index in (1, 7, -2):
+        with pytest.raises(ValueError, match=f"there is no schedule {index}: 1 captured so far"):
+            model.zfx.report(index)
