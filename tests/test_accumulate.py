@@ -71,7 +71,9 @@ def gathered_in_windows(n: int, k: int, num_micro_batches: int, num_windows: int
     return counts
 
 
-@pytest.mark.parametrize(("n", "k", "num_micro_batches"), [(5, 2, 1), (5, 2, 2), (5, 3, 3), (4, 1, 3), (4, 4, 4), (6, 4, 3)])
+@pytest.mark.parametrize(("n", "k", "num_micro_batches"), [
+    (5, 2, 2), (4, 1, 3), (4, 4, 4), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((5, 2, 1), (5, 3, 3), (6, 4, 3))),
+])  # fmt: skip
 def test_a_chain_takes_the_fewest_gathers(n: int, k: int, num_micro_batches: int) -> None:
     expected = n + (2 * num_micro_batches - 1) * (n - k)
     for counts in run_ranks(2, gathered_in_windows, n, k, num_micro_batches):
@@ -101,8 +103,13 @@ def both(limits: zfx.Limits, accumulate: int) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(plain, carried, strict=True)) if not torch.equal(a, b)]
 
 
-@pytest.mark.parametrize("name", LIMITS)
-@pytest.mark.parametrize("accumulate", [2, 3, 5])  # shorter than the loop's three micro-batches, the same, longer
+# windows shorter than the loop's three micro-batches, the same, longer
+@pytest.mark.parametrize(("name", "accumulate"), [
+    ("tight", 3), ("everything kept", 2), ("nothing kept", 5),
+    *(pytest.param(n, m, marks=pytest.mark.slow) for n, m in (
+        ("tight", 2), ("tight", 5), ("everything kept", 3), ("everything kept", 5), ("nothing kept", 2), ("nothing kept", 3),
+    )),
+])  # fmt: skip
 def test_no_bit_changes(name: str, accumulate: int) -> None:
     assert run_ranks(2, both, LIMITS[name], accumulate) == [[], []]
 
