@@ -25,4 +25,4 @@ __all__ = [
 
 def link_costs(latency_us: float = 100.0, bytes_per_us: float = 2_000.0, **others: Any) -> CostModel:
     """Gathers and reductions alike."""
-    return CostModel(Link(latency_us, bytes_per_us), Link(latency_us, bytes_per_us), **others)
+    return CostModel(Link(latency_us, bytes_per_us), Link(latency_us, bytes_per_us), **{"launch_us": 0.0, **others})

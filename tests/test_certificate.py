@@ -207,10 +207,10 @@ def test_a_reuse_distance_forces_gathers_and_is_named() -> None:
     ("costs", "duration_us", "limits", "binds"),
     [
         (link_costs(0.0, math.inf), 50.0, NO_REUSE_LIMIT, "compute"),
-        (CostModel(Link(0.0, 1.0), Link(0.0, math.inf)), 0.0, NO_REUSE_LIMIT, "gather channel"),
-        (CostModel(Link(0.0, math.inf), Link(0.0, 1.0)), 0.0, NO_REUSE_LIMIT, "reduce channel"),
+        (CostModel(Link(0.0, 1.0), Link(0.0, math.inf), launch_us=0.0), 0.0, NO_REUSE_LIMIT, "gather channel"),
+        (CostModel(Link(0.0, math.inf), Link(0.0, 1.0), launch_us=0.0), 0.0, NO_REUSE_LIMIT, "reduce channel"),
         (link_costs(0.0, 40.0), 50.0, NO_REUSE_LIMIT, "first gather + compute + last reduction"),
-        (CostModel(Link(0.0, 1.0), Link(0.0, 40.0)), 10.0, NO_REUSE_LIMIT, "critical path"),
+        (CostModel(Link(0.0, 1.0), Link(0.0, 40.0), launch_us=0.0), 10.0, NO_REUSE_LIMIT, "critical path"),
         (link_costs(0.0, 4.0), 10.0, replace(NO_REUSE_LIMIT, max_live_parameters=10), "critical path under the limits"),
     ],
 )

@@ -82,7 +82,7 @@ class CostModel:
     gather: Link = field(default_factory=Link)
     reduce: Link = field(default_factory=Link)
     rates: tuple[Rate, ...] = (Rate("elementwise"),)
-    launch_us: float = 0.0
+    launch_us: float = 50.0
     pack_threshold_bytes: int = 65_536
     nominal_tokens: int = 2_048
     source: str = "round numbers for one CPU core and loopback TCP"

@@ -147,7 +147,7 @@ def simulate(schedule: Schedule) -> Simulation:
         >>> run = tuple(Instruction(kind, 0, ("w",), 0) for kind in ("all_gather", "wait")) + (Instruction("release", 1, ("w",)),)
         >>> result = simulate(Schedule(program, Limits(), (Bucket(0, "all_gather", ("w",)),), run))
         >>> result.finish_us, result.exposed_us, result.peak.parameters
-        (25.0, 20.0, 40)
+        (75.0, 20.0, 40)
     """
     clock = _Clock(schedule)
     moments = []

@@ -204,7 +204,7 @@ def test_check_sees_the_schedule_that_is_returned():
 def test_a_thousand_equal_layers():
     """A transfer takes two steps, compute one: in pairs, all but the first and the last hide, and pairs hold least."""
     n = 1000
-    schedule = plan(chain(n), replace(TIGHT, max_reuse_distance=0), check=verify)
+    schedule = plan(chain(n, costs=link_costs()), replace(TIGHT, max_reuse_distance=0), check=verify)
     for kind in ("all_gather", "reduce_scatter"):
         sizes = [len(b.parameters) for b in schedule.buckets if b.kind == kind]
         assert max(sizes) <= 3 and sum(size == 2 for size in sizes) > 0.9 * len(sizes)
