@@ -232,6 +232,75 @@ def test_loops_that_do_not_go_as_planned_give_the_same_gradients(loop: Callable[
     assert run_ranks(2, odd_loop, loop, LIMITS[name]) == [[], []]
 
 
+OPTIMIZERS = {
+    "for-loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True),
+}  # fmt: skip
+
+
+def short_windows(options: dict[str, bool], clears: bool) -> list[int]:
+    """The second window is short, as at the end of an epoch. Gradients are cleared, or only set to zero."""
+    results = []
+    for accumulate in (1, 3):
+        torch.manual_seed(0)
+        model = zfx.compile(Chain(3), accumulate=accumulate)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+        x, losses = torch.ones(2, 8, requires_grad=True), []
+        for num_micro_batches in (3, 2, 3, 3):
+            for _ in range(num_micro_batches):
+                loss = model(x).square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=clears)
+        results.append(losses)
+    return [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("options", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_short_window_never_leaves_old_weights_behind(options: dict[str, bool], clears: bool) -> None:
+    assert run_ranks(1, short_windows, options, clears) == [[]]
+
+
+def cleared_by_hand() -> list[int]:
+    """An optimizer of the user's own, which changes what torch does not count."""
+    results = []
+    for accumulate in (1, 3):
+        torch.manual_seed(0)
+        model = zfx.compile(Chain(3), accumulate=accumulate)
+        x, losses = torch.ones(2, 8, requires_grad=True), []
+        for num_micro_batches in (3, 2, 3):
+            for _ in range(num_micro_batches):
+                loss = model(x).square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            for p in model.parameters():
+                p.data.add_(p.grad, alpha=-0.1)
+                p.grad = None
+        results.append(losses)
+    return [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
+
+
+def test_clearing_gradients_begins_a_new_window() -> None:
+    assert run_ranks(1, cleared_by_hand) == [[]]
+
+
+def stepped_before_backward(options: dict[str, bool]) -> None:
+    model = zfx.compile(Chain(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    x = torch.ones(2, 8, requires_grad=True)
+    model(x).sum().backward()
+    loss = model(x).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="was modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_step_between_forward_and_backward_is_seen(options: dict[str, bool]) -> None:
+    assert run_ranks(1, stepped_before_backward, options) == [None]
+
+
 def model_dies_in_a_window() -> tuple[bool, int]:
     with GatheredMeter() as meter:
         model = zfx.compile(Model(), accumulate=4)
@@ -262,7 +331,7 @@ def test_ranks_in_other_windows_say_so() -> None:
 
     for outcome in rank_outcomes(2, one_rank_steps_early):
         assert outcome.status == "error" and outcome.error.type_name == "RankMismatch", outcome
-        assert "of the micro-batches" in outcome.error.message
+        assert "micro-batch that finds" in outcome.error.message
 
 
 @pytest.mark.parametrize("accumulate", [0, -1, 1.5, "3", True, None])

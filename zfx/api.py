@@ -151,7 +151,10 @@ def _fingerprint(name: str, param: torch.Tensor) -> str:
     """Shape, dtype and some of a parameter's values: ranks that were seeded differently differ here."""
     flat = param.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // 64)][:64].cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return f"parameter {name} {tuple(param.shape)} {param.dtype} with values {hashlib.sha256(some).hexdigest()[:8]}"
+    return (
+        f"parameter {name} {tuple(param.shape)} {param.dtype} with values {hashlib.sha256(some).hexdigest()[:8]} (if only these "
+        "differ: seed all ranks alike before the model is built, or load the same weights)"
+    )
 
 
 def _subclass(base: type[nn.Module]) -> type[nn.Module]:

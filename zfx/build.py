@@ -164,8 +164,12 @@ def _run_plan(blueprint: Blueprint, part: Part) -> runtime.Plan:
 
 
 def _micro_batch(part: Part) -> str:
-    window = part.schedule.program.window
-    return "" if window == "only" else f" ({window} of the micro-batches)"
+    return {
+        ("forward", "first"): " (a micro-batch that finds nothing)",
+        ("forward", "last"): " (a micro-batch that finds what the one before it left)",
+        ("backward", "first"): " (a micro-batch that others follow)",
+        ("backward", "last"): " (the last micro-batch)",
+    }.get((part.phase, part.schedule.program.window), "")
 
 
 def _promise(program: Program) -> str:

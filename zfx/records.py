@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
@@ -221,6 +222,8 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
         OSError: it cannot be written.
     """
     target = os.path.realpath(path)
+    if not os.path.isdir(os.path.dirname(target)):
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder to write to", os.path.dirname(target))
     part = os.path.join(os.path.dirname(target), f".zfx-{secrets.token_hex(8)}.part")
     try:
         with open(part, "xb") as file:

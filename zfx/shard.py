@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ._compat import dtensor_spec, make_dtensor
 from .ir import Parameter
 from .precision import Precision
+from .versions import version
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +184,8 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, changed: Callable[[list[int]], None], *params: DTensor) -> tuple[torch.Tensor, ...]:
-        # [Note: versions of shards] an in-place operation on a DTensor bumps its own version, not its local tensor's, so autograd
-        # would not notice a shard that was changed between forward and backward
-        ctx.changed, ctx.params, ctx.versions = changed, params, [p._version for p in params]
+        # autograd itself would not notice a shard that was changed between forward and backward: [Note: versions of shards]
+        ctx.changed, ctx.params, ctx.versions = changed, params, [version(p) for p in params]
         ctx.specs = [p._spec for p in params]
         ctx.set_materialize_grads(False)
         return tuple(p._local_tensor.detach() for p in params)
@@ -197,7 +197,7 @@ class ToLocal(torch.autograd.Function):
                 "double backward through sharded parameters is not supported: create_graph=True would need gradients of gradient "
                 "shards (for example in torch.func.functional_call with weights adapted by gradients)"
             )
-        changed = [i for i, (p, version) in enumerate(zip(ctx.params, ctx.versions)) if p._version != version]
+        changed = [i for i, (p, before) in enumerate(zip(ctx.params, ctx.versions)) if version(p) != before]
         if changed:
             ctx.changed(changed)
         return (None, *(None if g is None else make_dtensor(g, spec) for g, spec in zip(grads, ctx.specs)))

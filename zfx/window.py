@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from .versions import Version, version
+
 Boxed = Callable[[list[Any]], Any]
 
 
@@ -30,15 +32,17 @@ class Window:
 
     def __init__(self, num_micro_batches: int) -> None:
         self.num_micro_batches = num_micro_batches
-        self._versions: list[tuple[int, int]] = []
+        self._versions: list[Version] = []
         self._num_backwards = 0
         self._names: tuple[str, ...] = ()
         self._values: list[torch.Tensor] = []
 
     def enter(self, params: Sequence[Any]) -> None:
-        """A call begins with these DTensor parameters. If one was changed since the last call, a new window starts."""
-        versions = [(p._version, p._local_tensor._version) for p in params]
-        if versions != self._versions:
+        """A call begins with these DTensor parameters. A new window starts if one was changed since the last call, or if gradients
+        of an earlier micro-batch were there and are gone: whoever clears them is done with that window."""
+        versions = [version(p) for p in params]
+        cleared = self._num_backwards > 0 and all(p.grad is None for p in params)
+        if cleared or versions != self._versions:
             self._restart()
             self._versions = versions
 
