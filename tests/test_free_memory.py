@@ -183,12 +183,17 @@ def no_answer_on_rank_1() -> None:
         zfx.free_memory.free_bytes = real
 
 
+def next_job() -> bool:
+    return bool(zfx.compile(torch.nn.Linear(2, 2))(torch.ones(1, 2)).isfinite().all())
+
+
 def test_ranks_that_do_not_measure_alike_are_told() -> None:
     for outcome in rank_outcomes(2, auto_here_a_number_there, timeout=60):
         assert outcome.error and outcome.error.type_name == "RankMismatch" and "memory_budget=auto" in outcome.error.message
     first, second = rank_outcomes(2, no_answer_on_rank_1, timeout=60)
     assert second.error and second.error.first_line == "ValueError: this system does not say"
     assert first.error and first.error.type_name == "RankMismatch" and first.error.attributes["ranks"] == (1,)
+    assert run_ranks(1, next_job) == [True]  # what rank 0 still waits for does not hold it up
 
 
 @pytest.mark.gpu

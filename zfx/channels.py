@@ -25,6 +25,7 @@ class Channels:
 
 _NEVER = timedelta(days=30)
 _channels: dict[tuple[Any, ...], Channels] = {}
+_unfinished: list[Channels] = []  # an operation of theirs waits for a rank that never came: destroying the group would wait with it
 
 
 def channels_for(mesh: DeviceMesh, timeout_s: float) -> Channels:
@@ -36,7 +37,9 @@ def channels_for(mesh: DeviceMesh, timeout_s: float) -> Channels:
     if found is not None and found.agreement.broken is None and found.agreement.store is default_store():
         return found
     for old in [k for k, c in _channels.items() if c.agreement.store is not default_store()]:
-        del _channels[old]  # their process group is gone
+        gone = _channels.pop(old)  # its process group is gone
+        if gone.agreement.broken is not None:
+            _unfinished.append(gone)
     backend = dist.get_backend(mesh.get_group())
     # agreement counts its patience itself: see `Agreement._finish`
     groups = [
