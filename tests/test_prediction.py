@@ -144,7 +144,7 @@ CASES = {
     "conv": Case(conv, lambda scale: {"input": torch.randn(2, 3, 16 * scale, 16)}),
 }
 
-LONG = ("llama", "bert", "t5")  # to capture
+LONG = ("gpt, tied", "llama", "bert", "t5")  # to capture
 
 
 def compiled(

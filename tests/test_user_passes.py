@@ -294,6 +294,7 @@ def test_the_example_holds_one_layer_on_a_chain_without_prefetching() -> None:
     assert max(state.num_live for state in replay(capped)) == 1
 
 
+@pytest.mark.slow
 def test_the_example_runs_on_two_ranks() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
