@@ -216,7 +216,8 @@ def check(name: str, world_size: int) -> None:
     assert not any(found), "\n".join(f"rank {rank}: {len(bad)} differ, first {bad[:4]}" for rank, bad in enumerate(found))
 
 
-ALIKE = {("qwen2", 1), ("qwen2", 2), ("llama", 1), ("bert", 1), ("vit", 1), ("whisper", 1)}  # others that run by default cover as much
+# others that run by default cover as much
+ALIKE = {("qwen2", 1), ("qwen2", 2), ("llama", 1), ("bert", 1), ("vit", 1), ("whisper", 1)}
 
 
 @pytest.mark.parametrize(("name", "world_size"), [
