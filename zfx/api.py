@@ -69,6 +69,7 @@ def compile(
         accumulate: micro-batches (backwards) between two optimizer steps. Parameters do not change in between, so what the limits
             allow to keep lives on from one to the next: a chain of n layers with room for k takes n + (2 * accumulate - 1)(n - k)
             gathers. Fewer backwards before a step are no error, they only gather more than planned. Default 1.
+            Changes through `p.data` are seen only once gradients are cleared (`zero_grad`) or a `torch.optim` optimizer steps.
         precision: dtypes to gather, compute and reduce in, see `Precision`. Default: every parameter's own.
         timeout: seconds that ranks wait for one that does not come, before all raise `RankMismatch`.
 
