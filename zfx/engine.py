@@ -212,6 +212,14 @@ class Engine:
                 self.compiled(model, shards, args, kwargs)
 
 
+def engine_of(model: nn.Module) -> Engine:
+    """Raises ValueError where the model is not one that `zfx.compile` returned."""
+    engine = model.__dict__.get("_zfx_engine") if isinstance(model, nn.Module) else None
+    if engine is None:
+        raise ValueError(f"this takes a model that zfx.compile returned, got a {type(model).__name__} that is not compiled")
+    return engine
+
+
 def _example_shard(layout: Layout, param: torch.Tensor) -> torch.Tensor:
     shape = (layout.chunk, *layout.shape[1:]) if layout.shape else ()
     shard = torch.empty(shape, dtype=layout.dtype, device=_real(param.device))  # never written, so a CPU never pays for it
