@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import inspect
 import os
-import types
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,14 +21,15 @@ from .channels import Channels, channels_for
 from .costs import CostModel, load_costs
 from .engine import MARK, Engine, Slot
 from .errors import RankMismatch
+from .fingerprint import fingerprint
 from .free_memory import with_free_memory
-from .handle import Handle
 from .leaf import make_leaves
 from .limits import Limits
 from .passes import PIPELINE, Pass
 from .precision import Precision
 from .settings import Settings
 from .shard import Layout, layout_of, shard_parameters, shard_rank, unique_parameters
+from .subclass import subclass
 from .together import together
 
 M = TypeVar("M", bound=nn.Module)
@@ -59,8 +57,8 @@ def compile(
     and plans; gradients arrive as DTensors, averaged over ranks as in DDP.
 
     Args:
-        model: any `nn.Module`. Its parameters must be whole and the same on every rank, or on the meta device: those get their first
-            values here, one at a time, and a rank never holds more than its shards and the largest of them (see `init_fn`).
+        model: any `nn.Module`. Its parameters must be whole and the same on every rank, or on the meta device: those get their
+            first values here, one at a time, so that a rank never holds more than its shards and the largest of them (see `init_fn`).
         world_size: number of ranks; must be the process group's. Default: the process group's, or torchrun's WORLD_SIZE, or 1.
             Where there is no process group and no torchrun, the model can be planned for any `world_size`, but only run for 1.
         mesh: a 1-D DeviceMesh to shard over. Default: all ranks.
@@ -77,18 +75,18 @@ def compile(
             gathers. Fewer backwards before a step are no error, they only gather more than planned. Default 1.
             Changes through `p.data` are seen only once gradients are cleared (`zero_grad`) or a `torch.optim` optimizer steps.
         precision: dtypes to gather, compute and reduce in, see `Precision`. Default: every parameter's own.
-        init_fn: for a model on the meta device: called once as `init_fn(model)`, it writes every parameter and buffer in place, by any
-            operations, alike on every rank. Default: as the model's constructor would have, by the `reset_parameters` of its modules
-            and transformers' `init_weights`, see docs/state.md for when that is bit for bit what a plain model gets from the
+        init_fn: for a model on the meta device: called once as `init_fn(model)`, it writes every parameter and buffer in place, by
+            any operations, alike on every rank. Default: as the model's constructor would have, by the `reset_parameters` of its
+            modules and transformers' `init_weights`; docs/state.md says when that is bit for bit what a plain model gets from the
             same seed. `zfx.skip_init`: `zfx.load_pretrained` comes next. Not called where there is no process group.
         timeout: seconds that ranks wait for one that does not come, before all raise `RankMismatch`.
 
     Raises:
-        RankMismatch: ranks do not start from the same parameters (a sample of their values is compared) or, on the meta device, from
-            the same random state; `init_fn` raised on one of them.
+        RankMismatch: ranks do not start from the same parameters (a sample of their values is compared) or, on the meta device,
+            from the same random state; `init_fn` raised on one of them.
         ValueError: `world_size` differs from the process group's, the mesh is not 1-D, the model is compiled already, a
-            parameter has hooks or is held by an optimizer; nothing gives a parameter or buffer on the meta device a value; `init_fn` is
-            given and nothing is on the meta device.
+            parameter has hooks or is held by an optimizer; nothing gives a parameter or buffer on the meta device a value;
+            `init_fn` is given and nothing is on the meta device.
         TypeError: an argument of the wrong type.
 
     Example:
@@ -117,10 +115,10 @@ def compile(
     channels = None if mesh is None else channels_for(mesh, timeout)
     if channels is not None:
         lines = [f"zfx.compile of {type(model).__name__} with memory_budget={limits.memory_budget}"]
-        lines += [_fingerprint(owners[0].name, param) for param, owners in entries]
+        lines += [_described(owners[0].name, param) for param, owners in entries]
         if is_on_meta(model):
-            state = hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest()[:8]
-            lines.append(f"random state {state} for initial values (seed all ranks alike before zfx.compile)")
+            state = torch.empty(4, dtype=torch.int64).random_(generator=torch.default_generator.clone_state())
+            lines.append(f"random state {fingerprint(state)} for initial values (seed all ranks alike before zfx.compile)")
         channels.agreement.begin(digest_of(lines), lines)
     del entries  # the whole parameters, which are given up one after another now
     make_leaves(model, leaf_modules)
@@ -148,7 +146,7 @@ def compile(
         has_rnn=any(isinstance(m, nn.RNNBase) for m in model.modules()),
     )
     model.__dict__["_zfx_engine"] = engine
-    model.__class__ = _subclass(base)  # type: ignore[assignment]
+    model.__class__ = subclass(base)  # type: ignore[assignment]
     return model
 
 
@@ -189,36 +187,15 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = buffer.to(dtype)
 
 
-def _fingerprint(name: str, param: torch.Tensor) -> str:
+def _described(name: str, param: torch.Tensor) -> str:
     """Shape, dtype and some of a parameter's values: ranks that were seeded differently differ here."""
+    kind = f"parameter {name} {tuple(param.shape)} {param.dtype}"
     if param.is_meta:
-        return f"parameter {name} {tuple(param.shape)} {param.dtype} on meta"
-    flat = param.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // 64)][:64].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return f"{kind} on meta"
     return (
-        f"parameter {name} {tuple(param.shape)} {param.dtype} with values {hashlib.sha256(some).hexdigest()[:8]} (if only these "
-        "differ: seed all ranks alike before the model is built, or load the same weights)"
+        f"{kind} with values {fingerprint(param)} (if only these differ: seed all ranks alike before the model is built, or load the "
+        "same weights)"
     )
-
-
-def _subclass(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the model's own class that calls through the engine. Made anew each time: it must not outlive the model."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_zfx_engine"](self, args, kwargs)
-
-    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-
-    def body(namespace: dict[str, Any]) -> None:
-        namespace.update(
-            forward=forward,
-            zfx=property(lambda self: Handle(self, self.__dict__["_zfx_engine"])),
-            __module__=base.__module__,
-            __doc__=base.__doc__,
-            __qualname__=base.__qualname__,
-        )
-
-    return types.new_class(base.__name__, (base,), exec_body=body)
 
 
 def _check_arguments(
@@ -296,7 +273,9 @@ def _check_init(model: nn.Module, init_fn: Any) -> None:
     if not callable(init_fn):
         raise TypeError(f"init_fn must be a function that takes the model, got {init_fn!r}")
     if not is_on_meta(model):
-        raise ValueError("init_fn gives values to a model on the meta device, and this one has its values; build it under torch.device('meta')")
+        raise ValueError(
+            "init_fn gives values to a model on the meta device, and this one has its values; build it under torch.device('meta')"
+        )
 
 
 def _check_sparse(model: nn.Module) -> None:

@@ -1,12 +1,12 @@
 """Born sharded: a model on the meta device gets its first values one parameter at a time, and each rank keeps its rows of each.
 
     init code:   weight.uniform_(-a, a)    bias.uniform_(-a, a)       weight2.normal_()
-    held whole:  weight                    bias                       weight2              never two, unless one operation takes both
+    held whole:  weight                    bias                       weight2              never two unless an operation takes both
     kept:                                  weight's rows              + bias's rows        ...
 
-The initialisers run as they are, on the meta model. A dispatch mode gives a meta tensor values when an operation first reads or writes
-them, and cuts them to this rank's rows before the next parameter gets values. Every rank draws all values from its own default
-generator, on the CPU: ranks that begin with the same generator agree, whatever the world size and the device.
+The initialisers run as they are, on the meta model. A dispatch mode gives a meta tensor values when an operation first reads or
+writes them, and cuts them to this rank's rows before the next parameter gets values. Every rank draws all values from its own
+default generator, on the CPU: ranks that begin with the same generator agree, whatever the world size and the device.
 
 [Note: the order of construction] A plain model draws while it is constructed: a module's children first, in the order in which they
 are set, then the module's own `reset_parameters`; a transformers model ends its constructor with `initialize_weights`, inner models
@@ -18,9 +18,8 @@ known from the finished model: constructors that draw by themselves, copy module
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ._compat import without_torch_functions
+from .fingerprint import fingerprint
 from .shard import Layout, Owner, shard_of, unique_parameters
 
 Key = int  # of a storage on the meta device
@@ -98,12 +98,14 @@ def construct(model: nn.Module) -> None:
         seen.add(module)
         for child in module.children():
             visit(child)
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        reset = reset or _DRAWS.get(f"{type(module).__module__}.{type(module).__qualname__}")
+        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        draw = _DRAWS.get(f"{type(module).__module__}.{type(module).__qualname__}")
         if reset is not None:
-            reset() if getattr(reset, "__self__", None) is module else reset(module)
+            reset()
+        elif draw is not None:
+            draw(module)
         if hasattr(module, "_init_weights") and hasattr(module, "initialize_weights"):
-            module.initialize_weights()
+            cast(Any, module).initialize_weights()
 
     visit(model)
 
@@ -258,8 +260,7 @@ class _Values(TorchDispatchMode):
             self.shards[number].copy_(whole if layout.replicated else whole[slice(*layout.rows(self.rank))])
         else:
             self.shards[number] = shard_of(layout, whole, self.rank, self.device)
-        some = whole.reshape(-1)[:: max(1, whole.numel() // 64)][:64].contiguous().view(torch.uint8).tolist()
-        self.lines.append(f"initial values of {layout.name}: {hashlib.sha256(bytes(some)).hexdigest()[:8]}")
+        self.lines.append(f"initial values of {layout.name}: {fingerprint(whole)}")
 
     def finish(self) -> None:
         """Everything has been initialised: cut what is still whole, and see that nothing was left out.
@@ -284,8 +285,8 @@ class _Values(TorchDispatchMode):
             names = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
             raise ValueError(
                 f"no initialiser gave a value to {names}: a model on the meta device has lost what its constructor computed. Pass "
-                "zfx.compile(..., init_fn=f), where f(model) is called once with the whole model and writes them all (for example by "
-                "model.apply), or build what holds them on a real device"
+                "zfx.compile(..., init_fn=f), where f(model) is called once with the whole model and writes them all (for "
+                "example by model.apply), or build what holds them on a real device"
             )
 
     def buffer(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 A group is the smallest set of tensors that is converted together, so that weights can travel group by group:
 
     most names         one tensor in the file                   one in the model
-    Mixtral            8 x w1 and 8 x w3 in the file      ->    experts.gate_up_proj in the model
+    Mixtral            8 x w1 and 8 x w3 in the file  ->  experts.gate_up_proj in the model
 
 transformers' own rules and operations do the work [1]; everything of it that is not public is used in this file and nowhere else. For
 other models each name is a group of its own, and nothing is renamed.
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -104,7 +104,7 @@ def groups_to_load(model: nn.Module, names: Iterable[str], expected: Iterable[st
     loading = _library()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    rules = get_model_conversion_mapping(model)
+    rules = get_model_conversion_mapping(cast(Any, model))
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
@@ -126,7 +126,7 @@ def groups_to_load(model: nn.Module, names: Iterable[str], expected: Iterable[st
 def loaded(model: nn.Module, rules: Any) -> None:
     """Tell a transformers model how its checkpoint was converted, so that it's saved in the same form."""
     if rules is not None:
-        model._weight_conversions = [rule for rule in rules if rule.was_used()]
+        cast(Any, model)._weight_conversions = [rule for rule in rules if rule.was_used()]
 
 
 def without_ignored(model: nn.Module, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
@@ -142,7 +142,7 @@ def without_ignored(model: nn.Module, missing: set[str], unexpected: set[str]) -
 
 
 def groups_to_save(model: nn.Module, state: Mapping[str, torch.Tensor]) -> tuple[list[Group], dict[str, str]]:
-    """How tensors of a model become those of a checkpoint, and which names are left out for which: of a tied parameter one is written.
+    """How tensors of a model become those of a checkpoint, and the names left out, each with the one written for it (ties).
 
     Args:
         state: tensors on the meta device by name, those of tied parameters under each of their names.
@@ -190,7 +190,9 @@ def _library() -> Any:
     import transformers
 
     if int(re.match(r"\d+", transformers.__version__)[0]) < 5:  # type: ignore[index]
-        raise ImportError(f"names are converted by transformers 5 or newer, this is {transformers.__version__}: pip install -U transformers")
+        raise ImportError(
+            f"names are converted by transformers 5 or newer, this is {transformers.__version__}: pip install -U transformers"
+        )
     from transformers import core_model_loading
 
     return core_model_loading

@@ -45,7 +45,10 @@ class LoadReport:
             for what, names in (
                 ("missing", self.missing_keys),
                 ("unexpected", self.unexpected_keys),
-                ("of another shape or kind", tuple(f"{n} ({theirs} there, {ours} here)" for n, theirs, ours in self.mismatched_keys)),
+                (
+                    "of another shape or kind",
+                    tuple(f"{n} ({theirs} there, {ours} here)" for n, theirs, ours in self.mismatched_keys),
+                ),
             )
             if names
         ]
@@ -152,8 +155,9 @@ class _Loading:
             rows = self._rows(names[0])
             if group.is_plain:
                 found = {names[0]: self.files.read(group.sources[0][0], rows)}
-            elif group.is_stacked and rows.start != rows.stop:
-                found = group.convert(self.files.read, rows if rows != slice(None) else None)
+            elif group.is_stacked and names[0] in self.parameters:
+                empty = {n: torch.empty((0, *t.shape[1:]), dtype=t.dtype) for n, t in shapes.items()}
+                found = group.convert(self.files.read, rows) if rows.start < rows.stop else empty
             else:
                 whole = group.convert(self.files.read)
                 found = {name: whole[name][self._rows(name)] if whole[name].dim() else whole[name] for name in names}
@@ -209,7 +213,11 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, max_
         with together(channels.agreement, what):
             if channels.agreement.rank == 0:
                 writer = SafetensorsWriter(
-                    directory, saving.entries(), max_shard_bytes=max_shard_bytes, metadata=saving.metadata, index_metadata=saving.facts
+                    directory,
+                    saving.entries(),
+                    max_shard_bytes=max_shard_bytes,
+                    metadata=saving.metadata,
+                    index_metadata=saving.facts,
                 )
         for group in saving.groups:
             wholes = {name: saving.whole(name) for name, _ in group.sources}
@@ -281,7 +289,9 @@ def _state(model: nn.Module) -> Mapping[str, torch.Tensor]:
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{name!r} is a {type(value).__name__}: extra state can't be kept in a file of tensors", name=name)
+            raise CheckpointError(
+                f"{name!r} is a {type(value).__name__}: extra state can't be kept in a file of tensors", name=name
+            )
     return state
 
 
