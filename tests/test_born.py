@@ -239,7 +239,9 @@ def ranks_that_differ(how: str) -> None:
     zfx.compile(model, init_fn=differently, timeout=20)
 
 
-@pytest.mark.parametrize(("how", "says"), [("seed", "random state"), ("values", "initial values of"), ("raises", "not on this rank")])
+@pytest.mark.parametrize(("how", "says"), [
+    ("seed", "random state"), ("values", "initial values of"), ("raises", "not on this rank"),
+])
 def test_ranks_that_would_begin_differently_are_told(how: str, says: str) -> None:
     outcomes = rank_outcomes(2, ranks_that_differ, how, timeout=60)
     kinds = [o.error.type_name if o.error else o.status for o in outcomes]

@@ -247,7 +247,8 @@ def test_what_can_not_be_followed_is_an_error_that_names_it() -> None:
         "shapes": "size mismatch for body.weight", "missing": "Missing key(s) in state_dict",
         "assign": "'embed.weight' torch.float32", "half": "float16", "meta": "meta",
         "plain parameter": "'body.weight' is not the shard", "replicated": "'body.weight' is not cut",
-        "columns": "'body.weight' is not cut", "untied": "'embed.weight' was tied to 'head.weight'", "untied first": "'embed.weight'",
+        "columns": "'body.weight' is not cut", "untied": "'embed.weight' was tied to 'head.weight'",
+        "untied first": "'embed.weight'",
         "deleted": "'body.weight'", "module": "body", "more rows": "'embed.weight'", "resize": "zfx.save_pretrained",
         "pickle": "safetensors", "load": "zfx.compile", "save": "zfx.compile",
     }.items():

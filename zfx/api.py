@@ -58,7 +58,7 @@ def compile(
 
     Args:
         model: any `nn.Module`. Its parameters must be whole and the same on every rank, or on the meta device: those get their
-            first values here, one at a time, so that a rank never holds more than its shards and the largest of them (see `init_fn`).
+            first values here, one at a time, so that no rank holds more than its shards and the largest of them (see `init_fn`).
         world_size: number of ranks; must be the process group's. Default: the process group's, or torchrun's WORLD_SIZE, or 1.
             Where there is no process group and no torchrun, the model can be planned for any `world_size`, but only run for 1.
         mesh: a 1-D DeviceMesh to shard over. Default: all ranks.
@@ -193,8 +193,8 @@ def _described(name: str, param: torch.Tensor) -> str:
     if param.is_meta:
         return f"{kind} on meta"
     return (
-        f"{kind} with values {fingerprint(param)} (if only these differ: seed all ranks alike before the model is built, or load the "
-        "same weights)"
+        f"{kind} with values {fingerprint(param)} (if only these differ: seed all ranks alike before the model is built, or "
+        "load the same weights)"
     )
 
 

@@ -5,8 +5,8 @@ A group is the smallest set of tensors that is converted together, so that weigh
     most names         one tensor in the file                   one in the model
     Mixtral            8 x w1 and 8 x w3 in the file  ->  experts.gate_up_proj in the model
 
-transformers' own rules and operations do the work [1]; everything of it that is not public is used in this file and nowhere else. For
-other models each name is a group of its own, and nothing is renamed.
+transformers' own rules and operations do the work [1]; everything of it that is not public is used in this file and nowhere else.
+For other models each name is a group of its own, and nothing is renamed.
 
 [1] `transformers/core_model_loading.py` and `conversion_mapping.py`, version 5.
 """

@@ -126,13 +126,14 @@ class Engine:
             if part.shape != self.local_shapes[number]:
                 raise ValueError(
                     f"parameter {self.blueprint.names[number]!r} is not cut as zfx cut it: this rank holds "
-                    f"{tuple(part.shape)} of it instead of {self.local_shapes[number]}. Copy values into the parameter that was there, or compile the model anew"
+                    f"{tuple(part.shape)} of it instead of {self.local_shapes[number]}. Copy values into the parameter that "
+                    "was there, or compile the model anew"
                 )
             if any(holder.get(key) is not params[number] for holder, key in slot.others):
                 other = ".".join(filter(None, slot.places[1]))
                 raise ValueError(
-                    f"parameter {self.blueprint.names[number]!r} was tied to {other!r} when the model was compiled, and one of them was "
-                    "replaced since; tie or untie parameters before zfx.compile"
+                    f"parameter {self.blueprint.names[number]!r} was tied to {other!r} when the model was compiled, and one of "
+                    "them was replaced since; tie or untie parameters before zfx.compile"
                 )
 
     def _refuse_changed(self, wanted: list[int]) -> Callable[[list[int]], None]:

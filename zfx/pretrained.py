@@ -58,9 +58,9 @@ class LoadReport:
 def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> LoadReport:
     """Fill a compiled model from a directory of weights; each rank reads only its rows. A collective call.
 
-    Reads `model.safetensors`, `pytorch_model.bin` or either's index, under transformers' names (tied weights, a missing or extra base
-    model prefix, experts that are stored one by one) or, for other models, those of `state_dict()`. Values are converted to each
-    parameter's dtype. Only weights and persistent buffers are loaded, no config and no generation config.
+    Reads `model.safetensors`, `pytorch_model.bin` or either's index, under transformers' names (tied weights, a missing or extra
+    base model prefix, experts that are stored one by one) or, for other models, those of `state_dict()`. Values are converted to
+    each parameter's dtype. Only weights and persistent buffers are loaded, no config and no generation config.
 
     Args:
         model: compiled by `zfx.compile`; best built on the meta device and compiled with `init_fn=zfx.skip_init`.
@@ -71,8 +71,8 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         What did not fit.
 
     Raises:
-        CheckpointError: on every rank: files are missing, damaged or hostile on one of them; something does not fit; a tied parameter has
-            two values.
+        CheckpointError: on every rank: files are missing, damaged or hostile on one of them; something does not fit; a tied
+            parameter has two values.
         RankMismatch: ranks see different files.
         ValueError: the model is not compiled, or only for planning.
 
@@ -99,7 +99,8 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         channels.agreement.begin(digest_of(lines), lines)
         if strict and loading.report:
             raise CheckpointError(
-                f"{directory} does not fit {engine.blueprint.model_name}: {loading.report}. strict=False leaves what does not fit as it is",
+                f"{directory} does not fit {engine.blueprint.model_name}: {loading.report}. strict=False leaves what "
+                "does not fit as it is",
                 path=directory,
             )
         with together(channels.agreement, f"loading {directory}"), torch.no_grad():
@@ -172,8 +173,8 @@ class _Loading:
         own = getattr(own, "_local_tensor", own)
         if number in filled and not torch.equal(own, value.to(own)):
             raise CheckpointError(
-                f"parameter {name!r} is tied to {self.blueprint.names[number]!r} in the model, and has other values in the checkpoint; "
-                "untie them before zfx.compile (transformers: config.tie_word_embeddings=False)",
+                f"parameter {name!r} is tied to {self.blueprint.names[number]!r} in the model, and has other values in the "
+                "checkpoint; untie them before zfx.compile (transformers: config.tie_word_embeddings=False)",
                 name=name,
             )
         own.copy_(value)

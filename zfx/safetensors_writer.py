@@ -67,7 +67,7 @@ class SafetensorsWriter:
     Args:
         directory: made where it is not there. What it holds stays untouched until `finish`.
         entries: the tensors to come. Files are filled in this order; `add` may come in any.
-        max_shard_bytes: most that the tensors of one file take; a larger one has a file of its own. Default: 50 GB, as transformers.
+        max_shard_bytes: most that the tensors of one file take; a larger one has its own file. Default: 50 GB, as transformers.
         metadata: strings for each file's header.
         index_metadata: more facts for the index, which is written where there are several files.
         stem: what names begin with: `<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors` and so on, with

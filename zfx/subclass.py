@@ -82,8 +82,8 @@ def _check_dtypes(model: nn.Module, given: Mapping[str, Any]) -> None:
         value = given.get(name)
         if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) and value.dtype != own.dtype:
             raise ValueError(
-                f"load_state_dict(assign=True) would make {name!r} {value.dtype}, and the model was compiled with {own.dtype}: leave "
-                "assign out to convert the values, or convert the model before zfx.compile"
+                f"load_state_dict(assign=True) would make {name!r} {value.dtype}, and the model was compiled with {own.dtype}: "
+                "leave assign out to convert the values, or convert the model before zfx.compile"
             )
 
 
@@ -116,8 +116,8 @@ def _save_pretrained(base: type[Any]) -> Any:
             save_pretrained(self, save_directory, max_shard_size=max_shard_size)
             return
         raise ValueError(
-            f"a compiled model is saved in safetensors files, by max_shard_size alone; not known: {', '.join(options) or 'pickle'}. "
-            "zfx.save_pretrained writes a directory, from which a plain model can be loaded for anything else"
+            f"a compiled model is saved in safetensors files, by max_shard_size alone; not known: {', '.join(options) or 'pickle'}"
+            ". zfx.save_pretrained writes a directory, from which a plain model can be loaded for anything else"
         )
 
     return save_pretrained

@@ -3,8 +3,8 @@
     model.safetensors | model.safetensors.index.json -> files     only the rows that are asked for are read
     pytorch_model.bin | pytorch_model.bin.index.json -> files     mapped into memory, so that only what is asked for is read
 
-Nothing in the directory is trusted: see `zfx.safe_files` for names; headers are checked by the safetensors library, which refuses sizes
-and offsets that do not fit the file; torch's files are unpickled with `weights_only=True`, which runs no code.
+Nothing in the directory is trusted: see `zfx.safe_files` for names; headers are checked by the safetensors library, which refuses
+sizes and offsets that do not fit the file; torch's files are unpickled with `weights_only=True`, which runs no code.
 """
 
 from __future__ import annotations
