@@ -205,6 +205,22 @@ def test_what_can_not_be_known_is_refused_by_name() -> None:
     assert "on the meta device" in said["real"]
 
 
+def partly_real(init_fn: Any) -> list[bool]:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+    model.append(nn.Linear(5, 5))
+    model[0].bias = nn.Parameter(torch.full((5,), 7.0))
+    before = model[2].weight.detach().clone()
+    zfx.compile(model, init_fn=init_fn)
+    now = {n: p.full_tensor() for n, p in model.named_parameters()}
+    return [torch.equal(now["2.weight"], before), bool((now["0.bias"] == 7).all()), not bool(now["0.weight"].isnan().any())]
+
+
+def test_what_is_there_already_is_not_initialised_anew() -> None:
+    assert run_ranks(2, partly_real, None) == [[True, True, True]] * 2
+    assert run_ranks(2, partly_real, zfx.skip_init) == [[True, True, False]] * 2
+
+
 def skipped() -> tuple[bool, list[str], bool]:
     torch.manual_seed(0)
     plain = hugging_face("llama_tied")()

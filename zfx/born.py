@@ -69,8 +69,9 @@ def initial_shards(
     Raises:
         ValueError: a parameter or buffer was given no value, or not all of it; a parameter was replaced.
     """
-    values = _Values(model, layouts, rank, device, gather, dropped=init_fn is skip_init)
-    untied = _untied(model) if init_fn is None or init_fn is skip_init else contextlib.nullcontext()
+    by_default = init_fn is None or init_fn is skip_init
+    values = _Values(model, layouts, rank, device, gather, dropped=init_fn is skip_init, protected=by_default)
+    untied = _untied(model) if by_default else contextlib.nullcontext()
     owners = [(owner, param) for param, owned in unique_parameters(model) for owner in owned]
     with untied, torch.no_grad(), values, _LooksReal():
         (init_fn or construct)(model)
@@ -157,7 +158,8 @@ class _Values(TorchDispatchMode):
     """Operations on meta tensors run on real ones. Views stay on meta: they are found again by their storage.
 
     Args:
-        dropped: parameters are not written.
+        dropped: parameters on meta are not written.
+        protected: nor is what the model holds on a real device.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class _Values(TorchDispatchMode):
         device: torch.device,
         gather: Callable[[int, torch.Tensor], torch.Tensor],
         dropped: bool,
+        protected: bool,
     ) -> None:
         super().__init__()
         self.layouts, self.rank, self.device, self.gather, self.dropped = layouts, rank, device, gather, dropped
@@ -186,6 +189,8 @@ class _Values(TorchDispatchMode):
                 self._numbers[key] = number
                 self._alive.append(param)
         self._buffers = {_key(tensor): name for name, tensor in _held(model) if tensor.is_meta}
+        held = [*model.parameters(), *(tensor for _, tensor in _held(model))]
+        self._protected = {_key(tensor) for tensor in held if not tensor.is_meta} if protected else set()
         self._whole: dict[Key, torch.Tensor] = {}
         self._written: set[Key] = set()
         self._doubtful: set[Key] = set()  # the first write did not reach all of them
@@ -196,10 +201,11 @@ class _Values(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         metas = [t for t in _tensors((args, kwargs)) if t.is_meta]
-        if not metas and kwargs.get("device") != _META:
-            return func(*args, **kwargs)
-        writes, reads_only = _aliases(func, args, kwargs)
-        if reads_only:
+        writes, only_views = _aliases(func, args, kwargs)
+        for t in writes:
+            if _key(t) in self._protected:
+                return t
+        if only_views or (not metas and kwargs.get("device") != _META):
             return func(*args, **kwargs)
         targets = [t for t in writes if t.is_meta]
         if self.dropped and any(_key(t) in self._numbers for t in targets):

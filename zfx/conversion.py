@@ -27,9 +27,11 @@ from torch import nn
 Read = Callable[[str], torch.Tensor]
 
 
-def is_transformers(model: nn.Module) -> bool:
+def is_transformers(model: nn.Module | type[nn.Module]) -> bool:
+    """Whether a model, or a class of models, is transformers' own kind."""
     library = sys.modules.get("transformers.modeling_utils")
-    return library is not None and isinstance(model, library.PreTrainedModel)
+    kind = model if isinstance(model, type) else type(model)
+    return library is not None and issubclass(kind, library.PreTrainedModel)
 
 
 @dataclass(slots=True)

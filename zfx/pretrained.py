@@ -195,7 +195,8 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, max_
 
     Raises:
         CheckpointError: on every rank: rank 0 could not write (there the OSError itself), or the model holds what can't be written.
-        ValueError: the model is not compiled, or only for planning; `max_shard_size` is no size.
+        ValueError: the model is not compiled, only for planning, quantized or with transformers' adapters; `max_shard_size` is no
+            size.
 
     Memory: one whole parameter (rank 0: twice, where transformers stores it in another form) beside what is there already.
 
@@ -205,6 +206,8 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, max_
         AutoModelForCausalLM.from_pretrained("out")
     """
     engine = _running(model)
+    if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("a transformers model with adapters or quantized weights is not saved: its files are of another form")
     max_shard_bytes = size_in_bytes(max_shard_size)
     saving = _Saving(model, engine)
     channels = engine.blueprint.agree(f"save_pretrained({os.fspath(directory)!r}, {max_shard_bytes})")

@@ -15,6 +15,7 @@ from torch import nn
 
 from ._compat import make_dtensor
 from .agreement import digest_of
+from .conversion import is_transformers
 from .engine import Engine
 from .fingerprint import fingerprint
 from .handle import Handle
@@ -36,9 +37,8 @@ def subclass(base: type[nn.Module]) -> type[nn.Module]:
             __doc__=base.__doc__,
             __qualname__=base.__qualname__,
         )
-        for name, method in (("save_pretrained", _save_pretrained), ("resize_token_embeddings", _resize_token_embeddings)):
-            if hasattr(base, name):
-                namespace[name] = method(base)
+        if is_transformers(base):
+            namespace.update(save_pretrained=_save_pretrained, resize_token_embeddings=_resize_token_embeddings)
 
     return types.new_class(base.__name__, (base,), exec_body=body)
 
@@ -106,32 +106,26 @@ def _cut(model: nn.Module, engine: Engine, given: Mapping[str, Any]) -> Mapping[
     return cut
 
 
-def _save_pretrained(base: type[Any]) -> Any:
-    def save_pretrained(self: nn.Module, save_directory: Any, max_shard_size: int | str = "50GB", **options: Any) -> None:
-        """`zfx.save_pretrained`. A collective call: every rank makes it."""
-        from .pretrained import save_pretrained
+def _save_pretrained(self: nn.Module, save_directory: Any, max_shard_size: int | str = "50GB", **options: Any) -> None:
+    """`zfx.save_pretrained`. A collective call: every rank makes it."""
+    from .pretrained import save_pretrained
 
-        options.pop("is_main_process", None)
-        if options.pop("safe_serialization", True) and not options:
-            save_pretrained(self, save_directory, max_shard_size=max_shard_size)
-            return
-        raise ValueError(
-            f"a compiled model is saved in safetensors files, by max_shard_size alone; not known: {', '.join(options) or 'pickle'}"
-            ". zfx.save_pretrained writes a directory, from which a plain model can be loaded for anything else"
-        )
-
-    return save_pretrained
+    options.pop("is_main_process", None)
+    if options.pop("safe_serialization", True) and not options:
+        save_pretrained(self, save_directory, max_shard_size=max_shard_size)
+        return
+    raise ValueError(
+        f"a compiled model is saved in safetensors files, by max_shard_size alone; not known: {', '.join(options) or 'pickle'}. "
+        "zfx.save_pretrained writes a directory, from which a plain model can be loaded for anything else"
+    )
 
 
-def _resize_token_embeddings(base: type[Any]) -> Any:
-    def resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
-        """Refused where it would change a parameter's shape."""
-        embeddings = self.get_input_embeddings()
-        if new_num_tokens in (None, embeddings.weight.shape[0]) and not args and not options.get("pad_to_multiple_of"):
-            return embeddings
-        raise ValueError(
-            "a compiled model's parameters keep their shapes: resize the embeddings before zfx.compile. For a model that is being "
-            "trained: zfx.save_pretrained(model, directory), from_pretrained(directory), resize_token_embeddings, zfx.compile anew"
-        )
-
-    return resize_token_embeddings
+def _resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
+    """Refused where it would change a parameter's shape."""
+    embeddings = self.get_input_embeddings()
+    if new_num_tokens in (None, embeddings.weight.shape[0]) and not args and not options.get("pad_to_multiple_of"):
+        return embeddings
+    raise ValueError(
+        "a compiled model's parameters keep their shapes: resize the embeddings before zfx.compile. For a model that is being "
+        "trained: zfx.save_pretrained(model, directory), from_pretrained(directory), resize_token_embeddings, zfx.compile anew"
+    )

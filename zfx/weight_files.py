@@ -161,8 +161,8 @@ def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> dict[str, _Sto
 def _open_torch(path: Path) -> dict[str, _Stored]:
     if not zipfile.is_zipfile(path):
         raise CheckpointError(
-            f"{path} is not in the format that torch.save has written since torch 1.6, the only one that is read: load it in a safe "
-            "place and save it as safetensors",
+            f"{path} is not in the format that torch.save has written since torch 1.6, the only one that is read: load it in a "
+            "safe place and save it as safetensors",
             path=path,
         )
     try:
