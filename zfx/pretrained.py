@@ -64,7 +64,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
 
     Args:
         model: compiled by `zfx.compile`; best built on the meta device and compiled with `init_fn=zfx.skip_init`.
-        directory: the same files on every rank. Downloading is the caller's (`huggingface_hub.snapshot_download`).
+        directory: on each rank where it has them, the same files. Downloading is the caller's (`huggingface_hub.snapshot_download`).
         strict: anything that does not fit is an error, and nothing is loaded. Otherwise it is left as it was, and reported.
 
     Returns:
@@ -91,7 +91,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
     assert channels is not None
     opened: list[_Loading] = []
     try:
-        with together(channels.agreement, f"opening {directory}"):
+        with together(channels.agreement, f"load_pretrained of {engine.blueprint.model_name}: opening the files"):
             opened.append(_Loading(model, engine, WeightFiles(directory)))
         loading = opened[0]
         lines = [f"load_pretrained of {engine.blueprint.model_name}, strict={strict}", *loading.files.description]
@@ -103,7 +103,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
                 "does not fit as it is",
                 path=directory,
             )
-        with together(channels.agreement, f"loading {directory}"), torch.no_grad():
+        with together(channels.agreement, f"load_pretrained of {engine.blueprint.model_name}: reading"), torch.no_grad():
             loading.run()
         loaded(model, loading.rules)
         return loading.report
@@ -190,7 +190,7 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, max_
     rank 0's. Rank 0 writes; files appear once all are whole, the index last, and an earlier save is replaced.
 
     Args:
-        directory: made if it's not there.
+        directory: made if it's not there. Only rank 0's counts.
         max_shard_size: most bytes of one file, or text such as "5GB"; a larger parameter has a file of its own.
 
     Raises:
@@ -210,9 +210,9 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, max_
         raise ValueError("a transformers model with adapters or quantized weights is not saved: its files are of another form")
     max_shard_bytes = size_in_bytes(max_shard_size)
     saving = _Saving(model, engine)
-    channels = engine.blueprint.agree(f"save_pretrained({os.fspath(directory)!r}, {max_shard_bytes})")
+    channels = engine.blueprint.agree(f"save_pretrained(max_shard_size={max_shard_bytes})")
     writer: SafetensorsWriter | None = None
-    what = f"writing {directory}"
+    what = f"save_pretrained of {engine.blueprint.model_name}: writing"
     try:
         with together(channels.agreement, what):
             if channels.agreement.rank == 0:
