@@ -64,7 +64,8 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
 
     Args:
         model: compiled by `zfx.compile`; best built on the meta device and compiled with `init_fn=zfx.skip_init`.
-        directory: on each rank where it has them, the same files. Downloading is the caller's (`huggingface_hub.snapshot_download`).
+        directory: on each rank where it has them, the same files. Downloading is the caller's (with
+            `huggingface_hub.snapshot_download`).
         strict: anything that does not fit is an error, and nothing is loaded. Otherwise it is left as it was, and reported.
 
     Returns:
