@@ -32,7 +32,7 @@ from .records import Derived, Form, write_whole
 from .text import by_point, printable, shorten
 from .trace import to_trace
 
-_FORM = Form(Schedule, "schedule", version=2, again="plan it again", derived=Derived("certificate", Certificate, certify))
+_FORM = Form(Schedule, "schedule", version=3, again="plan it again", derived=Derived("certificate", Certificate, certify))
 FORMAT, VERSION = _FORM.format, _FORM.version
 
 _STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce"}

@@ -52,7 +52,7 @@ OPTIMIZERS = {
 def optimizer_bytes(capture: Capture, program: Program, optimizer: Optimizer) -> int:
     """Bytes of optimizer state on each rank, for the parameters that get a gradient."""
     trainable = {p.name for p in program.parameters if p.grad_bytes}
-    layouts = [replace(layout, world_size=program.world_size) for layout in capture.layouts if layout.name in trainable]
+    layouts = [layout.over(program.world_size, program.replicas) for layout in capture.layouts if layout.name in trainable]
     return sum(o.chunk_numel * (optimizer.copies * o.dtype.itemsize + optimizer.bytes_an_element) for o in layouts)
 
 
