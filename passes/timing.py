@@ -8,8 +8,8 @@ Durations are fixed and compute is not slowed down by communication: an estimate
     compute    | s0 | s1 |     stall      | s2 |
     gathers         ^launch [====== b =====]^wait
 
-`busy_us` of compute goes by after each wait for a gather and before each launch of a reduction or an all-reduce. The durations of the steps are an
-argument, see `view.py`.
+`busy_us` of compute goes by after each wait for a gather and before each launch of a reduction or an all-reduce. The durations of
+the steps are an argument, see `view.py`.
 """
 
 from __future__ import annotations

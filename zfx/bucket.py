@@ -4,8 +4,8 @@ direct   the parameter's own gathered storage is what the wire fills: nothing is
 packed   (one pack a dtype)   shards -> one flat buffer -> wire -> (world, total) buffer -> each parameter's storage
 0-dim    replicated: its value is the local tensor itself, nothing travels; its gradient is averaged to every rank
 
-Where there are replicas, what a reduction brings is not yet the gradient's shard: it is added up over the replicas as it came, packs
-as packs, and then taken apart.
+Where there are replicas, what a reduction brings is not yet the gradient's shard: it is added up over the replicas as it came,
+packs as packs, and then taken apart.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from .passes.extract import extract
 from .passes.lower import Part, lower
 from .passes.window import plan_windows
 from .shard import Layout
+from .text import ranks_of
 from .verify import verify
 from .window import backward_runner, forward_runner
 
@@ -167,11 +168,6 @@ def _run_plan(blueprint: Blueprint, part: Part) -> runtime.Plan:
         *(_line(blueprint, b) for b in buckets if b),
     ]
     return runtime.Plan(transfers, blueprint.channels, lines, part.schedule.carried, blueprint.window)
-
-
-def ranks_of(program: Program) -> str:
-    shared = f" ({program.replicas} replicas of {program.num_shards})" if program.replicas > 1 else ""
-    return f"{program.world_size} ranks{shared}"
 
 
 def _micro_batch(part: Part) -> str:

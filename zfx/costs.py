@@ -67,12 +67,13 @@ class CostModel:
 
     Attributes:
         gather, reduce: an all-gather of so many gathered bytes, a reduce-scatter of so many unreduced ones.
-        all_reduce: an all-reduce over replicas of so many bytes of each rank's shards, while all other ranks do the same with theirs.
+        all_reduce: an all-reduce over replicas of so many bytes of each rank's shards, while all ranks do that with theirs.
         rates: compute by kind. A kind takes the rate of its longest beginning that is listed ("matmul.bfloat16" may take that of
             "matmul"), else the first one.
         launch_us, busy_bytes_per_us: compute time that a collective takes from its rank, whether it overlaps or not: so much each
             (launching, packing, unpacking), and its bytes at that rate (on CPUs: copies, the network stack). It is booked where a
-            gather is waited for and where a reduction or an all-reduce is launched; the links hold what is left of the collective's time.
+            gather is waited for and where a reduction or an all-reduce is launched; the links hold what is left of the
+            collective's time.
         pack_threshold_bytes: parameters whose gathered size is below this travel packed in one buffer: copying them costs less
             than a message of their own.
         nominal_tokens: how many rows a matrix product is taken to have where ranks may differ in their data, see

@@ -95,7 +95,7 @@ def launched_once(schedule: Schedule) -> Iterator[Finding]:
 
 
 def averaged_over_replicas(schedule: Schedule) -> Iterator[Finding]:
-    """With replicas, every reduction has one all-reduce, which is launched once it has arrived, and waited for. Without, none has."""
+    """With replicas every reduction has one all-reduce, launched once it has arrived, and waited for. Without, none has."""
     stages = ("reduce_scatter", "wait_reduce", "all_reduce", "wait_all_reduce")
     across = schedule.program.replicas > 1
     stage: dict[int | None, int] = defaultdict(int)  # how many of them each bucket has gone through

@@ -7,8 +7,8 @@ replicas: the all-reduce that follows then only adds. So a mean is divided once,
 
 [Note: gloo by send and receive] gloo's reduce_scatter is an all-reduce inside and moves twice the bytes, and its other
 collectives abort the process where ranks disagree. Both directions are therefore sends and receives between every pair of
-ranks: each byte is sent once, and partial sums are added in rank order, so that no bucketing changes a bit of the result. An
-all-reduce of two ranks sends everything to the other; of more, each adds up one part for all, which are as few bytes as there can be.
+ranks: each byte is sent once, and partial sums are added in rank order, so that no bucketing changes a bit of the result. In an
+all-reduce of two ranks each sends the other everything; of more, each adds up one part for all: as few bytes as there can be.
 
 [Note: memory on a GPU] Every buffer is allocated on the compute stream at the launch. NCCL's own stream waits for an event
 recorded there at the launch, and `Pending.wait` makes the compute stream wait for the collective. A block freed later on the
