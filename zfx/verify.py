@@ -94,28 +94,6 @@ def launched_once(schedule: Schedule) -> Iterator[Finding]:
                 yield f"bucket {bucket.index}: {kind} never runs", None, next(iter(bucket.parameters), None)
 
 
-def averaged_over_replicas(schedule: Schedule) -> Iterator[Finding]:
-    """With replicas every reduction has one all-reduce, launched once it has arrived, and waited for. Without, none has."""
-    stages = ("reduce_scatter", "wait_reduce", "all_reduce", "wait_all_reduce")
-    across = schedule.program.replicas > 1
-    stage: dict[int | None, int] = defaultdict(int)  # how many of them each bucket has gone through
-    for instruction in schedule.instructions:
-        if instruction.kind not in stages[0 if across else 2 :]:
-            continue
-        what = f"{instruction.kind} of bucket {instruction.bucket}"
-        name = next(iter(instruction.parameters), None)
-        if not across:
-            yield f"{what}, but there are no replicas", instruction.point, name
-        elif stages.index(instruction.kind) != stage[instruction.bucket]:
-            missing = stages[stage[instruction.bucket]] if stage[instruction.bucket] < 4 else "nothing"
-            yield f"{what} where {missing} is due", instruction.point, name
-        else:
-            stage[instruction.bucket] += 1
-    for bucket in schedule.buckets if across else ():
-        if bucket.kind == "reduce_scatter" and stage[bucket.index] < len(stages):
-            yield f"bucket {bucket.index}: {stages[stage[bucket.index]]} never runs", None, next(iter(bucket.parameters), None)
-
-
 def collective_order(schedule: Schedule) -> Iterator[Finding]:
     """The collectives of each kind are launched, and waited for, in the order of their buckets: the same on every rank."""
     latest: dict[str, int] = defaultdict(lambda: -1)
@@ -299,6 +277,28 @@ def reduced_after_completion(schedule: Schedule) -> Iterator[Finding]:
                     yield f"the gradient of {name!r} is reduced at point {point}, complete after step {complete[name]}", point, name
 
 
+def averaged_over_replicas(schedule: Schedule) -> Iterator[Finding]:
+    """With replicas every reduction has one all-reduce, launched once it has arrived, and waited for. Without, none has."""
+    stages = ("reduce_scatter", "wait_reduce", "all_reduce", "wait_all_reduce")
+    across = schedule.program.replicas > 1
+    stage: dict[int | None, int] = defaultdict(int)  # how many of them each bucket has gone through
+    for instruction in schedule.instructions:
+        if instruction.kind not in stages[0 if across else 2 :]:
+            continue
+        what = f"{instruction.kind} of bucket {instruction.bucket}"
+        name = next(iter(instruction.parameters), None)
+        if not across:
+            yield f"{what}, but there are no replicas", instruction.point, name
+        elif stages.index(instruction.kind) != stage[instruction.bucket]:
+            missing = stages[stage[instruction.bucket]] if stage[instruction.bucket] < 4 else "nothing"
+            yield f"{what} where {missing} is due", instruction.point, name
+        else:
+            stage[instruction.bucket] += 1
+    for bucket in schedule.buckets if across else ():
+        if bucket.kind == "reduce_scatter" and stage[bucket.index] < len(stages):
+            yield f"bucket {bucket.index}: {stages[stage[bucket.index]]} never runs", None, next(iter(bucket.parameters), None)
+
+
 # ---------------------------------------------------------------------------------------------------------- rules: limits
 
 
@@ -473,7 +473,6 @@ RULES: dict[str, Rule] = {
     "names": names,
     "buckets": buckets,
     "launched_once": launched_once,
-    "averaged_over_replicas": averaged_over_replicas,
     "collective_order": collective_order,
     "gathered_before_use": gathered_before_use,
     "waited_before_use": waited_before_use,
@@ -485,6 +484,7 @@ RULES: dict[str, Rule] = {
     "turn": turn,
     "reduced_once": reduced_once,
     "reduced_after_completion": reduced_after_completion,
+    "averaged_over_replicas": averaged_over_replicas,
     "max_live_parameters": max_live_parameters,
     "memory_budget": memory_budget,
     "bucket_size": bucket_size,
