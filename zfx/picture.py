@@ -24,7 +24,7 @@ from typing import Any
 from .certificate import Certificate, certify
 from .ir import Schedule
 from .reasons import Story, finite, tell
-from .simulate import Moment
+from .simulate import Moment, channels_of
 from .text import printable
 
 _KINDS = {
@@ -85,6 +85,7 @@ def payload(story: Story, certificate: Certificate) -> dict[str, Any]:
     return {
         "world_size": program.world_size,
         "replicas": program.replicas,
+        "channels": [channel.name for channel in channels_of(schedule)],
         "window": program.window,
         "costs": printable(program.costs.source),
         "turn": program.turn,

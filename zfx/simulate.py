@@ -248,8 +248,10 @@ class _Clock:
 
 
 def channels_of(schedule: Schedule) -> tuple[Channel, ...]:
-    """The channels that the schedule can use: without replicas there is nothing to all-reduce."""
-    return CHANNELS if schedule.program.replicas > 1 else CHANNELS[:2]
+    """The channels that the schedule has use for: without replicas nothing is all-reduced, by a right schedule at least."""
+    across = CHANNELS[-1]
+    used = schedule.program.replicas > 1 or any(i.kind in (across.launch, across.wait) for i in schedule.instructions)
+    return CHANNELS if used else CHANNELS[:-1]
 
 
 __all__ = ["CHANNELS", "Channel", "Moment", "Simulation", "Span", "StepTime", "channels_of", "simulate"]

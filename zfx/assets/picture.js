@@ -10,7 +10,7 @@ const { steps, collectives, moments, parameters, lives, limits, totals, marks, c
 const numSteps = steps.name.length, numMoments = moments.time.length, numCollectives = collectives.bytes.length;
 const finish = Math.max(totals.finish_us, ...collectives.end.slice(-4), 0) || 1; // a row of nothing is a microsecond wide
 const PHASES = { f: "forward", t: "turn", b: "backward" };
-const LANES = ["phase", "compute", "gather", "reduce", ...(data.replicas > 1 ? ["all_reduce"] : []), "parameter"];
+const LANES = ["phase", "compute", ...data.channels, "parameter"];
 const LIFE = LANES.length - 1;
 const KINDS = {
   bytes: ["parameters", "packing", "gradients", "activations", "shards"],
@@ -233,7 +233,7 @@ function overviewSection() {
       ["launches", ...exactTimeNode(totals.overhead_us)], ["exposed", ...exactTimeNode(totals.exposed_us)],
       ["gathers", countNode(CHANNEL.gather.length)], ["gathered", ...exactByteNode(volume(CHANNEL.gather))],
       ["reductions", countNode(CHANNEL.reduce.length)], ["reduced", ...exactByteNode(volume(CHANNEL.reduce))],
-      ...(data.replicas > 1 ? [["all-reduces", countNode(CHANNEL.all_reduce.length)], ["all-reduced", ...exactByteNode(volume(CHANNEL.all_reduce))]] : []),
+      ...(CHANNEL.all_reduce.length ? [["all-reduces", countNode(CHANNEL.all_reduce.length)], ["all-reduced", ...exactByteNode(volume(CHANNEL.all_reduce))]] : []),
       ["parameters", ...exactByteNode(sum(parameters.bytes))],
       ["max_live_parameters", countNode(limits.max_live_parameters)],
       ["memory_budget", ...(limits.memory_budget === null ? ["none"] : exactByteNode(limits.memory_budget))],
