@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from zfx.bucket import Transfers
 from zfx.channels import channels_for
 from zfx.costs import Link
+from zfx.shard import Layout
 
 BUCKET_BYTES, BUCKETS = 4 * 2**20, 8
 
@@ -67,15 +69,15 @@ class _Compute:
         self.seconds(3)
         self.unit_s = self.seconds(10) / 10
 
-    def seconds(self, times: int, pending: Callable[[], list[Callable[[], Any]]] = list) -> float:
+    def seconds(self, times: int, launch: Callable[[], list[Any]] = list) -> float:
         """Of so many products, and what was launched before them."""
         dist.barrier()
         start = time.perf_counter()
-        waits = pending()
+        pending = launch()
         for _ in range(times):
             torch.mm(self._x, self._weight)
-        for wait in waits:
-            wait()
+        for transfer in pending:
+            transfer.wait()
         return time.perf_counter() - start
 
 
@@ -83,13 +85,15 @@ def measure_wire(timeout_s: float, num_rounds: int = 12) -> Wire:
     """Measure on two ranks, all kinds in turn. A collective call."""
     channels = channels_for(init_device_mesh("cpu", (2,)), timeout_s)
     n = BUCKET_BYTES // 4 // 2
-    shard, whole, buffers = torch.zeros(n), torch.zeros(2 * n), [torch.zeros(2, n) for _ in range(BUCKETS)]
+    bucket = Transfers([Layout("bucket", (2 * n,), torch.float32, world_size=2)], [False])
+    tiny_bucket = Transfers([Layout("tiny", (2,), torch.float32, world_size=2)], [False])
+    shard, whole = torch.zeros(n), torch.zeros(2 * n)
 
-    def gathers() -> list[Callable[[], Any]]:
-        return [channels.gathers.all_gather([buffer], [shard]) for buffer in buffers]
+    def gathers() -> list[Any]:
+        return [bucket.all_gather(channels.gathers, [shard]) for _ in range(BUCKETS)]
 
-    def reductions() -> list[Callable[[], Any]]:
-        return [channels.reductions.reduce_scatter([whole], [n], [None]) for _ in buffers]
+    def reductions() -> list[Any]:
+        return [bucket.reduce_scatter(channels.reductions, [whole]) for _ in range(BUCKETS)]
 
     launches = {"gathers": gathers, "reductions": reductions, "both": lambda: [*gathers(), *reductions()]}
     bursts: dict[str, list[float]] = defaultdict(list)
@@ -99,7 +103,7 @@ def measure_wire(timeout_s: float, num_rounds: int = 12) -> Wire:
             bursts[name].append(compute.seconds(0, launch))
         dist.barrier()
         cpu, start = time.process_time(), time.perf_counter()
-        channels.gathers.all_gather([buffers[0][:, :1]], [shard[:1]])()
+        tiny_bucket.all_gather(channels.gathers, [shard[:1]]).wait()
         tiny.append((time.perf_counter() - start, time.process_time() - cpu))
         times = 1 + int(1.5 * bursts["both"][-1] / compute.unit_s)
         busy.append(compute.seconds(times, launches["both"]) - compute.seconds(times))
