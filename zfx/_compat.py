@@ -37,12 +37,12 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def dtensor_spec(mesh: Any, placement: Any, shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
+def dtensor_spec(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return DTensorSpec(mesh, (placement,), TensorMeta(torch.Size(shape), tuple(reversed(strides)), dtype))
+    return DTensorSpec(mesh, placements, TensorMeta(torch.Size(shape), tuple(reversed(strides)), dtype))
 
 
 def default_store() -> Any:

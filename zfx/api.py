@@ -48,6 +48,7 @@ def compile(
     timeout: float = 60.0,
     accumulate: int = 1,
     precision: Precision | None = None,
+    replicas: int | None = None,
     init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> M:
     """Shard a model's parameters in place and run its forward and backward by a compiled ZeRO-3 schedule.
@@ -61,7 +62,11 @@ def compile(
             first values here, one at a time, so that no rank holds more than its shards and the largest of them (see `init_fn`).
         world_size: number of ranks; must be the process group's. Default: the process group's, or torchrun's WORLD_SIZE, or 1.
             Where there is no process group and no torchrun, the model can be planned for any `world_size`, but only run for 1.
-        mesh: a 1-D DeviceMesh to shard over. Default: all ranks.
+        mesh: a DeviceMesh: of one dimension, to shard over; or of two, replicate x shard, as FSDP2's `fully_shard` takes it (HSDP).
+            Default: all ranks.
+        replicas: how many replicas the ranks form; each is `world_size / replicas` consecutive ranks, over which parameters are
+            sharded. Gradients are averaged over all ranks. Default: the mesh's, else 1. Beside `world_size`, and not only in a
+            mesh, because a mesh needs a process group, and a model can be planned without one.
         limits: bounds of the schedule. Default: DeepSpeed's defaults, see `Limits`.
         costs: what compute and communication cost: a `CostModel`, or the path of one that `zfx calibrate` wrote.
         passes: the planning passes to run, in order, instead of `zfx.passes.PIPELINE`: most often `[*zfx.passes.PIPELINE, mine]`,
@@ -84,9 +89,10 @@ def compile(
     Raises:
         RankMismatch: ranks do not start from the same parameters (a sample of their values is compared) or, on the meta device,
             from the same random state; `init_fn` raised on one of them.
-        ValueError: `world_size` differs from the process group's, the mesh is not 1-D, the model is compiled already, a
-            parameter has hooks or is held by an optimizer; nothing gives a parameter or buffer on the meta device a value;
-            `init_fn` is given and nothing is on the meta device.
+        ValueError: `world_size` or `replicas` differs from the process group's or the mesh's, the ranks can't be divided among the
+            replicas, the mesh has more than two dimensions, the model is compiled already, a parameter has hooks or is held
+            by an optimizer; nothing gives a parameter or buffer on the meta device a value; `init_fn` is given and nothing is
+            on the meta device.
         TypeError: an argument of the wrong type.
 
     Example:
@@ -95,12 +101,12 @@ def compile(
         >>> len(model.zfx.plan(torch.randn(3, 4)).buckets)
         2
     """
-    _check_arguments(model, world_size, mesh, limits, costs, leaf_modules, timeout, accumulate, precision)
+    _check_arguments(model, world_size, mesh, limits, costs, leaf_modules, timeout, accumulate, precision, replicas)
     _check_planning(passes, uniform)
     _check_init(model, init_fn)
     if isinstance(costs, (str, os.PathLike)):
         costs = load_costs(costs)
-    mesh, world_size = find_ranks(world_size, mesh)
+    mesh, world_size, replicas = find_ranks(world_size, mesh, replicas)
     _check_model(model)
     limits = limits or Limits()
     if mesh is not None:
@@ -109,7 +115,9 @@ def compile(
         raise ValueError("memory_budget='auto' follows the free memory of running ranks: without a process group, give bytes")
     entries = unique_parameters(model)
     precision = precision or Precision()
-    layouts = [layout_of(owners[0].name, param, world_size, precision.for_module(owners[0].module)) for param, owners in entries]
+    layouts = [
+        layout_of(owners[0].name, param, world_size, precision.for_module(owners[0].module), replicas) for param, owners in entries
+    ]
     trained = [param.requires_grad for param, _ in entries]
     slots = [Slot.of(owners) for _, owners in entries]
     channels = None if mesh is None else channels_for(mesh, timeout)
@@ -135,7 +143,7 @@ def compile(
         _cast_buffers(model, precision.buffer_dtype)
     base = type(model)
     settings = Settings(limits, costs or CostModel(), tuple(passes), uniform, accumulate, precision)
-    blueprint = Blueprint(base.__name__, layouts, world_size, settings, channels)
+    blueprint = Blueprint(base.__name__, layouts, world_size, settings, channels, replicas)
     for _, owners in unique_parameters(model):
         for owner in owners:
             owner.module.__dict__[MARK] = blueprint.id
@@ -210,6 +218,7 @@ def _check_arguments(
     timeout: Any,
     accumulate: Any,
     precision: Any,
+    replicas: Any,
 ) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"zfx.compile takes an nn.Module, got {type(model).__name__}")
@@ -217,14 +226,16 @@ def _check_arguments(
         raise TypeError(f"limits must be a zfx.Limits, got {type(limits).__name__}; Limits.from_deepspeed reads a DeepSpeed config")
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
         raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
+    if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
+        raise ValueError(f"replicas must be a whole number of at least 1, got {replicas!r}")
     if precision is not None and not isinstance(precision, Precision):
         raise TypeError(f"precision must be a zfx.Precision, got {type(precision).__name__}")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate must be a whole number of micro-batches, at least 1, got {accumulate!r}")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"mesh must be 1-D (shard), got {mesh.ndim} dimensions; a replicate x shard mesh is not supported yet")
+    if mesh is not None and mesh.ndim > 2:
+        raise ValueError(f"mesh must have one dimension (shard) or two (replicate x shard), got {mesh.ndim}: {mesh}")
     if costs is not None and not isinstance(costs, (CostModel, str, os.PathLike)):
         raise TypeError(f"costs must be a zfx.CostModel or the path of one, got {type(costs).__name__}")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 30 * 86_400:
@@ -300,8 +311,10 @@ def _check_optimizers(params: dict[int, str]) -> None:
                     )
 
 
-def find_ranks(world_size: int | None, mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, int]:
-    """The mesh to shard over, or None where the model can only be planned."""
+def find_ranks(
+    world_size: int | None, mesh: DeviceMesh | None, replicas: int | None = None
+) -> tuple[DeviceMesh | None, int, int]:
+    """The mesh to shard over, or None where the model can only be planned; the number of ranks, and of replicas among them."""
     if mesh is None:
         if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             _start_from_torchrun()
@@ -309,11 +322,26 @@ def find_ranks(world_size: int | None, mesh: DeviceMesh | None) -> tuple[DeviceM
             _start_alone()
         if not dist.is_initialized():
             assert world_size is not None
-            return None, world_size
-        mesh = init_device_mesh(_device_type(), (dist.get_world_size(),))
+            return None, world_size, _divided(world_size, replicas or 1)
+        num_ranks = dist.get_world_size()
+        shape = (num_ranks,) if replicas is None else (replicas, num_ranks // _divided(num_ranks, replicas))
+        mesh = init_device_mesh(_device_type(), shape)
     if world_size is not None and world_size != mesh.size():
         raise ValueError(f"world_size={world_size}, but the process group has {mesh.size()} ranks")
-    return mesh, mesh.size()
+    found = mesh.size(0) if mesh.ndim == 2 else 1
+    if replicas is not None and replicas != found:
+        raise ValueError(f"replicas={replicas}, but the mesh has {found}: {mesh}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: only its ranks may call zfx.compile")
+    if any(not torch.equal(mesh.mesh, mesh.mesh.sort(dim).values) for dim in range(mesh.ndim)):
+        raise ValueError(f"the mesh must name ranks in ascending order along each dimension, got {mesh}")
+    return mesh, mesh.size(), found
+
+
+def _divided(world_size: int, replicas: int) -> int:
+    if world_size % replicas:
+        raise ValueError(f"{world_size} ranks can't be divided among replicas={replicas}")
+    return replicas
 
 
 def _start_from_torchrun() -> None:
