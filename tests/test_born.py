@@ -61,7 +61,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def born_and_plain(name: str, seed: int = 3) -> tuple[nn.Module, nn.Module, bool]:
+def born_and_plain(name: str, replicas: int, seed: int = 3) -> tuple[nn.Module, nn.Module, bool]:
     """The two, and whether the generator is where it would be."""
     torch.manual_seed(seed)
     plain = BUILDERS[name]()
@@ -69,7 +69,7 @@ def born_and_plain(name: str, seed: int = 3) -> tuple[nn.Module, nn.Module, bool
     with torch.device("meta"):
         model = BUILDERS[name]()
     torch.manual_seed(seed)
-    model = zfx.compile(model)
+    model = zfx.compile(model, replicas=replicas)
     return model, plain, torch.equal(after, torch.rand(5))
 
 
@@ -85,10 +85,10 @@ def differences(model: nn.Module, plain: nn.Module) -> list[str]:
     return found
 
 
-def every_builder(names: list[str]) -> dict[str, Any]:
+def every_builder(names: list[str], replicas: int = 1) -> dict[str, Any]:
     found = {}
     for name in names:
-        model, plain, same_generator = born_and_plain(name)
+        model, plain, same_generator = born_and_plain(name, replicas)
         found[name] = (differences(model, plain), same_generator)
     return found
 
@@ -97,6 +97,12 @@ def every_builder(names: list[str]) -> dict[str, Any]:
 def test_born_models_are_bit_for_bit_the_plain_ones(world_size: int) -> None:
     for outcome in run_ranks(world_size, every_builder, list(BUILDERS)):
         assert outcome == {name: ([], True) for name in BUILDERS}
+
+
+def test_born_in_replicas() -> None:
+    names = ["mlp", "block", "t5"]
+    for outcome in run_ranks(4, every_builder, names, 2):
+        assert outcome == {name: ([], True) for name in names}
 
 
 # ---- the user's own initialisation ---------------------------------------------------------------------------------------

@@ -135,15 +135,14 @@ class Plain(nn.Module):
         self.register_buffer("scratch", torch.ones(2), persistent=False)
 
 
-def plain_there_and_back(root: str) -> list[Any]:
+def plain_there_and_back(root: str, replicas: int) -> list[Any]:
     torch.manual_seed(dist.get_world_size())
-    first = Plain()
-    model = zfx.compile(first)
+    model = zfx.compile(Plain(), replicas=replicas)
     values = {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in model.state_dict().items()}
     zfx.save_pretrained(model, root, max_shard_size=120)
     zfx.save_pretrained(model, root + "/one")
     torch.manual_seed(9)
-    other = zfx.compile(Plain())
+    other = zfx.compile(Plain(), replicas=replicas)
     report = zfx.load_pretrained(other, root)
     now = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in other.state_dict().items()}
     same = [n for n, t in now.items() if not torch.equal(t, values[n])]
@@ -153,8 +152,9 @@ def plain_there_and_back(root: str) -> list[Any]:
     return [bool(report), same, [list(m) for m in missing]]
 
 
-def test_other_models_are_kept_under_the_names_of_their_state(tmp_path: Path) -> None:
-    assert run_ranks(3, plain_there_and_back, str(tmp_path)) == [[False, [], [[], []]]] * 3
+@pytest.mark.parametrize(("world_size", "replicas"), [(3, 1), (4, 2)])
+def test_other_models_are_kept_under_the_names_of_their_state(world_size: int, replicas: int, tmp_path: Path) -> None:
+    assert run_ranks(world_size, plain_there_and_back, str(tmp_path), replicas) == [[False, [], [[], []]]] * world_size
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert sorted(index) == ["embed.weight", "norm.bias", "norm.num_batches_tracked", "norm.running_mean", "norm.running_var",
                              "norm.weight", "scale", "small"]
