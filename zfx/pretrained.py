@@ -77,7 +77,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         RankMismatch: ranks see different files.
         ValueError: the model is not compiled, or only for planning.
 
-    Memory: beside the shards, this rank's rows of one parameter, up to three times for one that is stacked of many tensors; for one
+    Memory: beside the shards, this rank's rows of one parameter, twice for one that is stacked of many tensors; for one
     that is converted in another way, all of it and the tensors that it is made of.
 
     Example::
