@@ -429,6 +429,6 @@ def test_no_rank_holds_the_model_on_the_way_in_or_out(tmp_path: Path) -> None:
     slack = 16 << 10
     for rank, found in enumerate(run_ranks(3, peaks, str(tmp_path))):
         assert found["shards"] + 2 * found["largest"] < found["whole"]
-        # a rank's rows of stacked experts: the tensors that it reads, those joined, the result
-        assert found["reading"] <= found["shards"] + found["largest"] + slack
+        # two of six experts: as they are read, and stacked, or stacked and joined
+        assert found["reading"] <= found["shards"] + 2 * found["largest"] // 3 + slack
         assert found["writing"] <= found["shards"] + (2 if rank == 0 else 1) * found["largest"] + slack
