@@ -259,7 +259,7 @@ def test_what_can_not_be_followed_is_an_error_that_names_it() -> None:
     said = run_ranks(2, refusals)[0]
     for key, words in {
         "shapes": "size mismatch for body.weight", "missing": "Missing key(s) in state_dict",
-        "assign": "'scale' torch.float32", "half": "float16", "meta": "meta",
+        "assign": "'scale' torch.float32", "half": "float16", "meta": "is on meta now",
         "data": "assigned to .data of parameter 'body.weight'",
         "plain parameter": "'body.weight' is not the shard", "replicated": "'body.weight' is not cut",
         "columns": "'body.weight' is not cut", "untied": "'embed.weight' was tied to 'head.weight'",

@@ -124,7 +124,8 @@ class Engine:
 
     def watch(self) -> None:
         """From now on, see when somebody assigns to `p.data`."""
-        self.outsides = Outsides([slot.holder[slot.key] for slot in self.slots])
+        params = [slot.holder[slot.key] for slot in self.slots]
+        self.outsides, self.devices = Outsides(params), [p._local_tensor.device for p in params]
 
     def _check_places(self, params: Sequence[Any], local: Sequence[torch.Tensor]) -> None:
         """Refuse a parameter that was replaced in one of its places, or is cut in another way: values would be silently wrong."""
@@ -138,6 +139,11 @@ class Engine:
                 "DTensor, which keeps its old values. Use p.copy_(values) under torch.no_grad() instead; it also ends this error"
             )
         for number, (slot, part) in enumerate(zip(self.slots, local)):
+            if part.device != self.devices[number]:
+                raise ValueError(
+                    f"parameter {self.blueprint.names[number]!r} was on {self.devices[number]} when the model was compiled and is on "
+                    f"{part.device} now; move the model before zfx.compile"
+                )
             if part.shape != self.local_shapes[number]:
                 raise ValueError(
                     f"parameter {self.blueprint.names[number]!r} is not cut as zfx cut it: this rank holds "
