@@ -66,7 +66,7 @@ def measure_wire(timeout_s: float, num_rounds: int = 12) -> Wire:
         return [channels.gathers.all_gather([buffer], [shard]) for buffer in buffers]
 
     def reductions() -> list[Callable[[], Any]]:
-        return [channels.reductions.reduce_scatter([whole], [n]) for _ in buffers]
+        return [channels.reductions.reduce_scatter([whole], [n], [None], 2) for _ in buffers]
 
     launches = {"gathers": gathers, "reductions": reductions, "both": lambda: [*gathers(), *reductions()]}
     bursts: dict[str, list[tuple[float, float]]] = defaultdict(list)
