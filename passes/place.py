@@ -132,8 +132,14 @@ def launch_late(schedule: Schedule) -> Schedule:
     O(steps + gathers * log(steps)).
     Reference: Hutchinson, Sanders, Vitter, *Duality between prefetching and queued writing with parallel disks*, 2005.
     """
-    timeline, durations_us = read(schedule), actual_us(schedule.program)
+    timeline = read(schedule)
+    return write(with_launches(timeline, latest_launches(timeline)))
+
+
+def latest_launches(timeline: Timeline) -> list[int]:
+    """The point of each gather's launch in `launch_late`."""
     program, costs, gathers = timeline.program, timeline.program.costs, timeline.gathers
+    durations_us = actual_us(program)
     times = simulate(timeline, durations_us)
     deadline = times.finish_us * (1 + 1e-9)
     reductions = _ReductionTails(timeline)
@@ -156,7 +162,7 @@ def launch_late(schedule: Schedule) -> Schedule:
         if point in moved:
             tail = max(tail, *moved[point])
         tail = reductions.pass_point(point, tail)
-    return write(with_launches(timeline, launches))
+    return launches
 
 
 class _ReductionTails:

@@ -68,6 +68,11 @@ def on_compile(start: Callable[[Any], None], end: Callable[[Any], None]) -> None
         handler.register_end_callback(end)
 
 
+def without_torch_functions() -> Any:
+    """While active, no torch function mode sees what is called."""
+    return torch._C.DisableTorchFunction()
+
+
 def recompile_limit() -> int:
     return torch._dynamo.config.recompile_limit
 
@@ -92,4 +97,5 @@ __all__ = [
     "on_compile",
     "recompile_limit",
     "reduce_scatter_single",
+    "without_torch_functions",
 ]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import inspect
 import os
-import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,17 +15,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .agreement import digest_of
 from .blueprint import Blueprint
-from .channels import channels_for
+from .born import initial_shards, is_on_meta
+from .bucket import gather_whole
+from .channels import Channels, channels_for
 from .costs import CostModel, load_costs
 from .engine import MARK, Engine, Slot
+from .errors import RankMismatch
+from .fingerprint import fingerprint
 from .free_memory import with_free_memory
-from .handle import Handle
 from .leaf import make_leaves
 from .limits import Limits
 from .passes import PIPELINE, Pass
 from .precision import Precision
 from .settings import Settings
-from .shard import layout_of, shard_parameters, unique_parameters
+from .shard import Layout, layout_of, shard_parameters, shard_rank, unique_parameters
+from .subclass import subclass
+from .together import together
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -47,6 +49,7 @@ def compile(
     accumulate: int = 1,
     precision: Precision | None = None,
     replicas: int | None = None,
+    init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> M:
     """Shard a model's parameters in place and run its forward and backward by a compiled ZeRO-3 schedule.
 
@@ -55,7 +58,8 @@ def compile(
     and plans; gradients arrive as DTensors, averaged over ranks as in DDP.
 
     Args:
-        model: any `nn.Module`. Its parameters must be whole and the same on every rank.
+        model: any `nn.Module`. Its parameters must be whole and the same on every rank, or on the meta device: those get their
+            first values here, one at a time, so that no rank holds more than its shards and the largest of them (see `init_fn`).
         world_size: number of ranks; must be the process group's. Default: the process group's, or torchrun's WORLD_SIZE, or 1.
             Where there is no process group and no torchrun, the model can be planned for any `world_size`, but only run for 1.
         mesh: a DeviceMesh: of one dimension, to shard over; or of two, replicate x shard, as FSDP2's `fully_shard` takes it (HSDP).
@@ -76,13 +80,19 @@ def compile(
             gathers. Fewer backwards before a step are no error, they only gather more than planned. Default 1.
             Changes through `p.data` are seen only once gradients are cleared (`zero_grad`) or a `torch.optim` optimizer steps.
         precision: dtypes to gather, compute and reduce in, see `Precision`. Default: every parameter's own.
+        init_fn: for a model on the meta device: called once as `init_fn(model)`, it writes every parameter and buffer in place, by
+            any operations, alike on every rank. Default: as the model's constructor would have, by the `reset_parameters` of its
+            modules and transformers' `init_weights`; docs/state.md says when that is bit for bit what a plain model gets from the
+            same seed. `zfx.skip_init`: `zfx.load_pretrained` comes next. Not called where there is no process group.
         timeout: seconds that ranks wait for one that does not come, before all raise `RankMismatch`.
 
     Raises:
-        RankMismatch: ranks do not start from the same parameters (a sample of their values is compared).
+        RankMismatch: ranks do not start from the same parameters (a sample of their values is compared) or, on the meta device,
+            from the same random state; `init_fn` raised on one of them.
         ValueError: `world_size` or `replicas` differs from the process group's or the mesh's, the ranks can't be divided among the
             replicas, the mesh has more than two dimensions, the model is compiled already, a parameter has hooks or is held
-            by an optimizer.
+            by an optimizer; nothing gives a parameter or buffer on the meta device a value; `init_fn` is given and nothing is
+            on the meta device.
         TypeError: an argument of the wrong type.
 
     Example:
@@ -93,13 +103,14 @@ def compile(
     """
     _check_arguments(model, world_size, mesh, limits, costs, leaf_modules, timeout, accumulate, precision, replicas)
     _check_planning(passes, uniform)
+    _check_init(model, init_fn)
     if isinstance(costs, (str, os.PathLike)):
         costs = load_costs(costs)
     mesh, world_size, replicas = find_ranks(world_size, mesh, replicas)
     _check_model(model)
     limits = limits or Limits()
     if mesh is not None:
-        _check_real(model)
+        _check_sparse(model)
     elif limits.follows_free_memory:
         raise ValueError("memory_budget='auto' follows the free memory of running ranks: without a process group, give bytes")
     entries = unique_parameters(model)
@@ -112,15 +123,20 @@ def compile(
     channels = None if mesh is None else channels_for(mesh, timeout)
     if channels is not None:
         lines = [f"zfx.compile of {type(model).__name__} with memory_budget={limits.memory_budget}"]
-        lines += [_fingerprint(owners[0].name, param) for param, owners in entries]
+        lines += [_described(owners[0].name, param) for param, owners in entries]
+        if is_on_meta(model):
+            state = torch.empty(4, dtype=torch.int64).random_(generator=torch.default_generator.clone_state())
+            lines.append(f"random state {fingerprint(state)} for initial values (seed all ranks alike before zfx.compile)")
         channels.agreement.begin(digest_of(lines), lines)
     del entries  # the whole parameters, which are given up one after another now
     make_leaves(model, leaf_modules)
     if mesh is not None:
         device = _device(mesh)
-        shard_parameters(model, layouts, mesh, device)
+        assert channels is not None
+        shards = _initialise(model, layouts, init_fn, mesh, device, channels) if is_on_meta(model) else {}
+        shard_parameters(model, layouts, mesh, device, shards)
         _place_buffers(model, device)
-        if channels is not None and limits.follows_free_memory:
+        if limits.follows_free_memory:
             num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
             limits = with_free_memory(limits, list(zip(layouts, trained)), device, num_local_ranks, channels.agreement)
     if precision.buffer_dtype is not None:
@@ -138,8 +154,31 @@ def compile(
         has_rnn=any(isinstance(m, nn.RNNBase) for m in model.modules()),
     )
     model.__dict__["_zfx_engine"] = engine
-    model.__class__ = _subclass(base)  # type: ignore[assignment]
+    model.__class__ = subclass(base)  # type: ignore[assignment]
     return model
+
+
+def _initialise(
+    model: nn.Module,
+    layouts: list[Layout],
+    init_fn: Callable[[nn.Module], Any] | None,
+    mesh: DeviceMesh,
+    device: torch.device,
+    channels: Channels,
+) -> dict[int, torch.Tensor]:
+    """First values for what is on the meta device; ranks see that they gave the same ones. A collective call."""
+
+    def gather(index: int, shard: torch.Tensor) -> torch.Tensor:
+        line = f"gather {layouts[index].name} in its initialisation"
+        channels.agreement.begin(digest_of([line]), [line])
+        return gather_whole(layouts[index], shard, channels.gathers)
+
+    shards: dict[int, torch.Tensor] = {}
+    lines: list[str] = []
+    with together(channels.agreement, f"the initialisation of {type(model).__name__}", RankMismatch):
+        shards, lines = initial_shards(model, layouts, init_fn, shard_rank(mesh), device, gather)
+    channels.agreement.begin(digest_of(lines), [f"the initialisation of {type(model).__name__}", *lines])
+    return shards
 
 
 def _place_buffers(model: nn.Module, device: torch.device) -> None:
@@ -156,34 +195,15 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = buffer.to(dtype)
 
 
-def _fingerprint(name: str, param: torch.Tensor) -> str:
+def _described(name: str, param: torch.Tensor) -> str:
     """Shape, dtype and some of a parameter's values: ranks that were seeded differently differ here."""
-    flat = param.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // 64)][:64].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    kind = f"parameter {name} {tuple(param.shape)} {param.dtype}"
+    if param.is_meta:
+        return f"{kind} on meta"
     return (
-        f"parameter {name} {tuple(param.shape)} {param.dtype} with values {hashlib.sha256(some).hexdigest()[:8]} (if only these "
-        "differ: seed all ranks alike before the model is built, or load the same weights)"
+        f"{kind} with values {fingerprint(param)} (if only these differ: seed all ranks alike before the model is built, or "
+        "load the same weights)"
     )
-
-
-def _subclass(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the model's own class that calls through the engine. Made anew each time: it must not outlive the model."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_zfx_engine"](self, args, kwargs)
-
-    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-
-    def body(namespace: dict[str, Any]) -> None:
-        namespace.update(
-            forward=forward,
-            zfx=property(lambda self: Handle(self, self.__dict__["_zfx_engine"])),
-            __module__=base.__module__,
-            __doc__=base.__doc__,
-            __qualname__=base.__qualname__,
-        )
-
-    return types.new_class(base.__name__, (base,), exec_body=body)
 
 
 def _check_arguments(
@@ -258,13 +278,18 @@ def _check_model(model: nn.Module) -> None:
     _check_optimizers(params)
 
 
-def _check_real(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name!r} is on the meta device and has no values to shard: build the model on a real device (or call "
-                "model.to_empty(device=...) and initialise it) before zfx.compile; it can be planned without a process group"
-            )
+def _check_init(model: nn.Module, init_fn: Any) -> None:
+    if init_fn is None:
+        return
+    if not callable(init_fn):
+        raise TypeError(f"init_fn must be a function that takes the model, got {init_fn!r}")
+    if not is_on_meta(model):
+        raise ValueError(
+            "init_fn gives values to a model on the meta device, and this one has its values; build it under torch.device('meta')"
+        )
+
+
+def _check_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(f"{name!r} makes sparse gradients, which can't be reduced to shards: build it with sparse=False")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from .agreement import digest_of
-from .bucket import Transfers
+from .bucket import Transfers, gather_whole
 from .channels import Channels
 from .ir import Schedule
 from .ops import BLUEPRINTS
@@ -71,6 +71,17 @@ class Blueprint:
         line = f"{what} of {self.model_name}"
         self.channels.agreement.begin(digest_of([line]), [line])
         return self.channels
+
+    def own_rows(self, index: int) -> slice:
+        """The rows of parameter `index` that this rank holds; all of a replicated one."""
+        layout = self.layouts[index]
+        assert self.channels is not None
+        return slice(None) if layout.replicated else slice(*layout.rows(self.channels.gathers.rank))
+
+    def gather_whole(self, index: int, shard: torch.Tensor) -> torch.Tensor:
+        """A whole parameter as it is stored, in memory of its own. A collective call; ranks have agreed on it before."""
+        assert self.channels is not None
+        return gather_whole(self.layouts[index], shard, self.channels.gathers)
 
     def gather_now(self, index: int, shard: torch.Tensor) -> torch.Tensor:
         """What the naive all_gather does."""

@@ -187,6 +187,13 @@ class Averaging:
         return self._reduced
 
 
+def gather_whole(layout: Layout, shard: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """A whole parameter as it is stored, in memory of its own."""
+    layout = layout.in_full_precision()
+    value = Transfers([layout], [False]).all_gather(wire, [shard]).wait()[0]
+    return value.clone() if layout.replicated else value
+
+
 def _pack(members: list[int], layouts: Sequence[Layout], dtype: torch.dtype) -> Pack:
     offsets, total = [], 0
     for i in members:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .records import Form, write_whole
@@ -101,6 +101,14 @@ class CostModel:
 
     def reduce_us(self, num_bytes: int) -> float:
         return self.reduce.us(num_bytes)
+
+    def on_slower_links(self, factor: float) -> CostModel:
+        """The same with collectives that take `factor` times as long."""
+
+        def slower(link: Link) -> Link:
+            return Link(link.latency_us * factor, link.bytes_per_us / factor)
+
+        return replace(self, gather=slower(self.gather), reduce=slower(self.reduce), all_reduce=slower(self.all_reduce))
 
     def all_reduce_us(self, num_bytes: int) -> float:
         return self.all_reduce.us(num_bytes)

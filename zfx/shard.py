@@ -186,14 +186,34 @@ def unique_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[Owner]]
     return list(found.values())
 
 
-def shard_parameters(model: nn.Module, layouts: list[Layout], mesh: DeviceMesh, device: torch.device) -> None:
-    """Replace every parameter by `nn.Parameter(DTensor)`, one at a time, under all its names."""
-    rank = mesh.get_local_rank(mesh.ndim - 1)
-    for layout, (param, owners) in zip(layouts, unique_parameters(model), strict=True):
-        local = shard_of(layout, param.detach(), rank, device)
-        placements = (*[Replicate()] * (mesh.ndim - 1), Replicate() if layout.replicated else Shard(0))
-        spec = dtensor_spec(mesh, placements, layout.shape, layout.dtype)
-        new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
+def shard_rank(mesh: DeviceMesh) -> int:
+    """Which of a parameter's parts this rank owns."""
+    return mesh.get_local_rank(mesh.ndim - 1)
+
+
+def sharded(layout: Layout, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """The DTensor of which this rank holds `local`: the rows that `shard_rank` says, or the whole where it's replicated."""
+    placements = (*[Replicate()] * (mesh.ndim - 1), Replicate() if layout.replicated else Shard(0))
+    return make_dtensor(local, dtensor_spec(mesh, placements, layout.shape, layout.dtype))
+
+
+def shard_parameters(
+    model: nn.Module, layouts: list[Layout], mesh: DeviceMesh, device: torch.device, shards: dict[int, torch.Tensor] | None = None
+) -> None:
+    """Replace every parameter by `nn.Parameter(DTensor)`, one at a time, under all its names; each whole one is given up at once.
+
+    Args:
+        shards: parts that are there already, by the parameter's number: those of parameters on the meta device.
+    """
+    rank, shards = shard_rank(mesh), shards or {}
+    entries = unique_parameters(model)
+    for index, layout in enumerate(layouts):
+        param, owners = entries[index]
+        entries[index] = None  # type: ignore[call-overload]  # or the list would keep every whole parameter to the end
+        local = shards.pop(index, None)
+        if local is None:
+            local = shard_of(layout, param.detach(), rank, device)
+        new = nn.Parameter(sharded(layout, local, mesh), requires_grad=param.requires_grad)
         new.__dict__.update({k: v for k, v in param.__dict__.items() if k not in new.__dict__})
         for owner in owners:
             module = owner.module
