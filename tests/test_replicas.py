@@ -286,6 +286,20 @@ def others() -> None:
         zfx.compile(built("uneven"), replicas=3)
     with pytest.raises(ValueError, match="ascending order"):
         zfx.compile(built("uneven"), mesh=DeviceMesh("cpu", [[1, 0], [3, 2]]))
+    def small() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    with torch.device("meta"):
+        on_meta = small()
+    torch.manual_seed(0)
+    born = zfx.compile(on_meta, mesh=mesh)
+    for p, q in zip(born.parameters(), small().parameters()):
+        assert torch.equal(p.full_tensor(), q)
+    born.load_state_dict({name: q + 1 for name, q in small().state_dict().items()})
+    for p, q in zip(born.parameters(), small().parameters()):
+        assert torch.equal(p.full_tensor(), q + 1)
+
     made = zfx.compile(built("uneven"), replicas=2)
     assert made.up.weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
     assert made.up.weight.placements == (Replicate(), Shard(0))
