@@ -206,7 +206,7 @@ def _wait(works: list[Any]) -> None:
     works.clear()
 
 
-def _scale(tensors: Sequence[torch.Tensor], factor: float) -> None:
+def _scale(tensors: list[torch.Tensor], factor: float) -> None:
     if tensors:  # torch refuses to do nothing
         torch._foreach_mul_(tensors, factor)
 
