@@ -15,6 +15,7 @@ import zfx
 from tests.harness import rank_outcomes, run_ranks
 from tests.meter import Meter
 from tests.test_parity_transformers import MODELS
+from zfx.born import construct
 from zfx.shard import unique_parameters
 
 SLACK_BYTES = 64 << 10  # samples of values, the generator's state
@@ -60,7 +61,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def born_and_plain(name: str, seed: int = 3) -> tuple[nn.Module, nn.Module, bool]:
+def born_and_plain(name: str, replicas: int, seed: int = 3) -> tuple[nn.Module, nn.Module, bool]:
     """The two, and whether the generator is where it would be."""
     torch.manual_seed(seed)
     plain = BUILDERS[name]()
@@ -68,7 +69,7 @@ def born_and_plain(name: str, seed: int = 3) -> tuple[nn.Module, nn.Module, bool
     with torch.device("meta"):
         model = BUILDERS[name]()
     torch.manual_seed(seed)
-    model = zfx.compile(model)
+    model = zfx.compile(model, replicas=replicas)
     return model, plain, torch.equal(after, torch.rand(5))
 
 
@@ -84,18 +85,24 @@ def differences(model: nn.Module, plain: nn.Module) -> list[str]:
     return found
 
 
-def every_builder(names: list[str]) -> dict[str, Any]:
+def every_builder(names: list[str], replicas: int = 1) -> dict[str, Any]:
     found = {}
     for name in names:
-        model, plain, same_generator = born_and_plain(name)
+        model, plain, same_generator = born_and_plain(name, replicas)
         found[name] = (differences(model, plain), same_generator)
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_born_models_are_bit_for_bit_the_plain_ones(world_size: int) -> None:
     for outcome in run_ranks(world_size, every_builder, list(BUILDERS)):
         assert outcome == {name: ([], True) for name in BUILDERS}
+
+
+def test_born_in_replicas() -> None:
+    names = ["mlp", "block"]
+    for outcome in run_ranks(4, every_builder, names, 2):
+        assert outcome == {name: ([], True) for name in names}
 
 
 # ---- the user's own initialisation ---------------------------------------------------------------------------------------
@@ -239,7 +246,7 @@ def test_skip_init_draws_nothing_and_shows_what_is_forgotten() -> None:
 
 def ranks_that_differ(how: str) -> None:
     with torch.device("meta"):
-        model = Odd() if how != "seed" else mlp()
+        model = Odd() if how == "values" else mlp()
     rank = dist.get_rank()
     if how == "seed":
         torch.manual_seed(rank)
@@ -248,9 +255,11 @@ def ranks_that_differ(how: str) -> None:
     def differently(model: nn.Module) -> None:
         if how == "raises" and rank == 1:
             raise KeyError("not on this rank")
+        if how == "raises":
+            construct(model)
         if how == "values":
             torch.manual_seed(rank)
-        fill(model)
+            fill(model)
 
     zfx.compile(model, init_fn=differently, timeout=20)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,3 +58,22 @@ def test_released_memory_comes_back(nccl: None) -> None:
     whole = 16 * 1024 * 1024 * 4
     assert torch.cuda.max_memory_allocated() - before < whole / 2
     assert torch.cuda.memory_allocated() == before
+
+
+def test_born_written_and_read_on_the_device(nccl: None, tmp_path: Path) -> None:
+    plain = stack()
+    with torch.device("meta"):
+        model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(256, 256), nn.GELU())))
+    torch.manual_seed(0)
+    model = zfx.compile(model)
+    zfx.save_pretrained(model, tmp_path)
+
+    def same() -> bool:
+        return all(p.is_cuda and torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), plain.parameters()))
+
+    assert same()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    zfx.load_pretrained(model, tmp_path)
+    assert same()

@@ -63,7 +63,7 @@ def same_directories(ours: Path, theirs: Path) -> bool:
 def there_and_back(root: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in NAMES:
-        for kind in ("one", "several", "bin"):
+        for kind in ("bin", "several") if name in ("mixtral", "t5", "llama_tied") else ("one",):  # saved as it was loaded last
             model = read_by_rows(name, f"{root}/{name}/{kind}")
             found[f"{name} from {kind}"] = differences(model, plain_model(name))
         zfx.save_pretrained(model, f"{root}/{name}/ours", max_shard_size="20KB")
@@ -86,8 +86,12 @@ def test_all_layouts_there_and_back(tmp_path: Path) -> None:
         again = type(plain).from_pretrained(tmp_path / name / "ours")
         state = again.state_dict()
         assert again.dtype == torch.float64 and all(torch.equal(state[n], t) for n, t in plain.state_dict().items())
+        if name == "mixtral":
+            again.set_experts_implementation("batched_mm")  # not kept in a config
         batch = _batch(MODELS[name], 0, 0, torch.float64)
         with torch.no_grad():
+            for p in again.parameters():
+                p.data = p.data.clone()  # where values lie in a file decides how the processor adds them up
             assert torch.equal(again.eval()(**batch).logits, plain.eval()(**batch).logits)
 
 
@@ -97,7 +101,10 @@ def one_step(name: str, directory: str, out: str) -> tuple[float, bool]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model.train()
     model(**_batch(MODELS[name], rank, 0, torch.float64)).loss.backward()
-    sum(plain(**_batch(MODELS[name], r, 0, torch.float64)).loss / world_size for r in range(world_size)).backward()  # type: ignore[union-attr]
+    for r in range(world_size):
+        plain(**_batch(MODELS[name], r, 0, torch.float64)).loss.backward()
+    for p in plain.parameters():
+        p.grad = None if p.grad is None else p.grad / world_size  # some of it is computed in float32: not before
     for trained in (model, plain):
         torch.optim.SGD(trained.parameters(), lr=0.1).step()
     zfx.save_pretrained(model, out, max_shard_size="30KB")
@@ -108,7 +115,7 @@ def one_step(name: str, directory: str, out: str) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name == "mixtral" else pytest.mark.slow) for name in NAMES
+    pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in NAMES
 ])
 def test_a_step_between_load_and_save_is_the_plain_models(name: str, tmp_path: Path) -> None:
     plain_model(name).save_pretrained(tmp_path / "in", max_shard_size="30KB")
@@ -128,15 +135,14 @@ class Plain(nn.Module):
         self.register_buffer("scratch", torch.ones(2), persistent=False)
 
 
-def plain_there_and_back(root: str) -> list[Any]:
+def plain_there_and_back(root: str, replicas: int) -> list[Any]:
     torch.manual_seed(dist.get_world_size())
-    first = Plain()
-    model = zfx.compile(first)
+    model = zfx.compile(Plain(), replicas=replicas)
     values = {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in model.state_dict().items()}
     zfx.save_pretrained(model, root, max_shard_size=120)
     zfx.save_pretrained(model, root + "/one")
     torch.manual_seed(9)
-    other = zfx.compile(Plain())
+    other = zfx.compile(Plain(), replicas=replicas)
     report = zfx.load_pretrained(other, root)
     now = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in other.state_dict().items()}
     same = [n for n, t in now.items() if not torch.equal(t, values[n])]
@@ -146,8 +152,9 @@ def plain_there_and_back(root: str) -> list[Any]:
     return [bool(report), same, [list(m) for m in missing]]
 
 
-def test_other_models_are_kept_under_the_names_of_their_state(tmp_path: Path) -> None:
-    assert run_ranks(3, plain_there_and_back, str(tmp_path)) == [[False, [], [[], []]]] * 3
+@pytest.mark.parametrize(("world_size", "replicas"), [(3, 1), (4, 2)])
+def test_other_models_are_kept_under_the_names_of_their_state(world_size: int, replicas: int, tmp_path: Path) -> None:
+    assert run_ranks(world_size, plain_there_and_back, str(tmp_path), replicas) == [[False, [], [[], []]]] * world_size
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert sorted(index) == ["embed.weight", "norm.bias", "norm.num_batches_tracked", "norm.running_mean", "norm.running_var",
                              "norm.weight", "scale", "small"]
@@ -279,7 +286,7 @@ def write_hostile(root: Path) -> dict[str, str]:
         return lambda d: (d / name).write_bytes(data)
 
     add("parent", "not a plain file name", index("../good.safetensors", "../good.safetensors"))
-    add("deeper", "not a plain file name", index("x/../../good.safetensors", "x"))
+    add("deeper", "not a plain file name", index("x/../../good.safetensors", "x/../../good.safetensors"))
     add("absolute", "not a plain file name", index(str(good), str(good)))
     add("windows", "not a plain file name", index("..\\good.safetensors", "C:good.safetensors"))
     add("null", "not a plain file name", index("a\0.safetensors", "b.safetensors"))
@@ -422,6 +429,6 @@ def test_no_rank_holds_the_model_on_the_way_in_or_out(tmp_path: Path) -> None:
     slack = 16 << 10
     for rank, found in enumerate(run_ranks(3, peaks, str(tmp_path))):
         assert found["shards"] + 2 * found["largest"] < found["whole"]
-        # a rank's rows of stacked experts: the tensors that it reads, those joined, the result
-        assert found["reading"] <= found["shards"] + found["largest"] + slack
+        # two of six experts: as they are read, and stacked, or stacked and joined
+        assert found["reading"] <= found["shards"] + 2 * found["largest"] // 3 + slack
         assert found["writing"] <= found["shards"] + (2 if rank == 0 else 1) * found["largest"] + slack

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from zfx.errors import CheckpointError
 from zfx.safetensors_writer import DTYPES, Entry, SafetensorsWriter, size_in_bytes
+from zfx.weight_files import WeightFiles
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -126,6 +130,41 @@ def test_links_in_the_directory_are_replaced_and_never_followed(tmp_path: Path) 
         (writer.folder / "config.json").write_text("{}")
     assert precious.read_text() == "mine"
     assert (target / "config.json").read_text() == "{}" and not (target / "model.safetensors").is_symlink()
+
+
+@pytest.mark.parametrize("before", [100, 10**6])
+@pytest.mark.parametrize("after", [100, 10**6])
+def test_a_crash_at_any_moment_leaves_no_mixture(before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tensors(), {n: torch.zeros_like(t) for n, t in tensors().items()}
+    outcomes = []
+    for moment in itertools.count():
+        directory = tmp_path / str(moment)
+        write(directory, old, max_shard_bytes=before)
+        left = iter(range(moment))
+
+        def crash(real: Callable[..., None], left: Iterator[int] = left) -> Callable[..., None]:
+            def run(*args: object, **kwargs: object) -> None:
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                real(*args, **kwargs)
+
+            return run
+
+        with monkeypatch.context() as patch:
+            for name in ("replace", "unlink", "fsync", "rmdir"):
+                patch.setattr(os, name, crash(getattr(os, name)))
+            with contextlib.suppress(KeyboardInterrupt):
+                write(directory, new, max_shard_bytes=after)
+        try:
+            with WeightFiles(directory) as files:
+                read = {name: files.read(name) for name in files.names}
+            outcomes.append("old" if same(read, old) else "new" if same(read, new) else "mixed")
+        except CheckpointError as error:
+            outcomes.append("none" if "holds none of" in str(error) else str(error))
+        if outcomes[-2:] == ["new", "new"]:
+            break
+    assert outcomes[0] == "old" and outcomes[-1] == "new" and set(outcomes) <= {"old", "none", "new"}
+    assert outcomes == sorted(outcomes, key=["old", "none", "new"].index)
 
 
 def test_sizes() -> None:

@@ -68,6 +68,11 @@ def on_compile(start: Callable[[Any], None], end: Callable[[Any], None]) -> None
         handler.register_end_callback(end)
 
 
+def outer_storage(param: DTensor) -> int:
+    """Which (empty) storage is behind the outside of a DTensor: another one once somebody has assigned to `param.data`."""
+    return param.untyped_storage()._cdata
+
+
 def without_torch_functions() -> Any:
     """While active, no torch function mode sees what is called."""
     return torch._C.DisableTorchFunction()
@@ -95,6 +100,7 @@ __all__ = [
     "make_dtensor",
     "nonstrict_trace",
     "on_compile",
+    "outer_storage",
     "recompile_limit",
     "reduce_scatter_single",
     "without_torch_functions",

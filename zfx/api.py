@@ -124,7 +124,7 @@ def compile(
     if channels is not None:
         lines = [f"zfx.compile of {type(model).__name__} with memory_budget={limits.memory_budget}"]
         lines += [_described(owners[0].name, param) for param, owners in entries]
-        if is_on_meta(model):
+        if init_fn is None and is_on_meta(model):
             state = torch.empty(4, dtype=torch.int64).random_(generator=torch.default_generator.clone_state())
             lines.append(f"random state {fingerprint(state)} for initial values (seed all ranks alike before zfx.compile)")
         channels.agreement.begin(digest_of(lines), lines)
@@ -153,6 +153,8 @@ def compile(
         base.forward,
         has_rnn=any(isinstance(m, nn.RNNBase) for m in model.modules()),
     )
+    if channels is not None:
+        engine.watch()
     model.__dict__["_zfx_engine"] = engine
     model.__class__ = subclass(base)  # type: ignore[assignment]
     return model

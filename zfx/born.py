@@ -158,7 +158,7 @@ class _Values(TorchDispatchMode):
     """Operations on meta tensors run on real ones. Views stay on meta: they are found again by their storage.
 
     Args:
-        dropped: parameters on meta are not written.
+        dropped: on meta only buffers are written.
         protected: nor is what the model holds on a real device.
     """
 
@@ -208,7 +208,7 @@ class _Values(TorchDispatchMode):
         if only_views or (not metas and kwargs.get("device") != _META):
             return func(*args, **kwargs)
         targets = [t for t in writes if t.is_meta]
-        if self.dropped and any(_key(t) in self._numbers for t in targets):
+        if self.dropped and any(_key(t) not in self._buffers for t in targets):
             return targets[0]
         self._make_room({_key(t) for t in metas})
         for t in metas:

@@ -23,6 +23,7 @@ from .ir import Schedule
 from .leaf import copy_leaves
 from .ops import all_gather
 from .shard import Layout, Owner, ToLocal
+from .versions import Outsides
 from .window import Window
 
 MARK = "_zfx_owner"  # on every module that holds parameters: the id of the blueprint that they belong to
@@ -67,6 +68,7 @@ class Engine:
         self.blueprint, self.slots, self.forward, self.has_rnn = blueprint, tuple(slots), forward, has_rnn
         self.eager = False
         rank = 0 if blueprint.channels is None else blueprint.channels.gathers.rank
+        self.outsides: Outsides | None = None
         self.local_shapes = [layout.local_shape(rank) for layout in blueprint.layouts]
         num_micro_batches = blueprint.settings.accumulate
         self.window = Window(num_micro_batches) if num_micro_batches > 1 else None
@@ -120,8 +122,21 @@ class Engine:
                     local[i] = shard
         return local
 
+    def watch(self) -> None:
+        """From now on, see when somebody assigns to `p.data`."""
+        self.outsides = Outsides([slot.holder[slot.key] for slot in self.slots])
+
     def _check_places(self, params: Sequence[Any], local: Sequence[torch.Tensor]) -> None:
         """Refuse a parameter that was replaced in one of its places, or is cut in another way: values would be silently wrong."""
+        if self.outsides is None:  # a deep copy, whose parameters are not in place when it's made
+            self.watch()
+        assert self.outsides is not None
+        assigned = self.outsides.assigned(params)
+        if assigned is not None:
+            raise ValueError(
+                f"something was assigned to .data of parameter {self.blueprint.names[assigned]!r}: torch ignores that for a "
+                "DTensor, which keeps its old values. Use p.copy_(values) under torch.no_grad() instead; it also ends this error"
+            )
         for number, (slot, part) in enumerate(zip(self.slots, local)):
             if part.shape != self.local_shapes[number]:
                 raise ValueError(

@@ -64,7 +64,8 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
 
     Args:
         model: compiled by `zfx.compile`; best built on the meta device and compiled with `init_fn=zfx.skip_init`.
-        directory: the same files on every rank. Downloading is the caller's (`huggingface_hub.snapshot_download`).
+        directory: on each rank where it has them, the same files. Downloading is the caller's (with
+            `huggingface_hub.snapshot_download`).
         strict: anything that does not fit is an error, and nothing is loaded. Otherwise it is left as it was, and reported.
 
     Returns:
@@ -76,8 +77,8 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         RankMismatch: ranks see different files.
         ValueError: the model is not compiled, or only for planning.
 
-    Memory: beside the shards, this rank's rows of one parameter; for one that is converted and not just stacked, all of it and
-    the tensors that it is made of.
+    Memory: beside the shards, this rank's rows of one parameter, twice for one that is stacked of many tensors; for one
+    that is converted in another way, all of it and the tensors that it is made of.
 
     Example::
 
@@ -91,7 +92,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
     assert channels is not None
     opened: list[_Loading] = []
     try:
-        with together(channels.agreement, f"opening {directory}"):
+        with together(channels.agreement, f"load_pretrained of {engine.blueprint.model_name}: opening the files"):
             opened.append(_Loading(model, engine, WeightFiles(directory)))
         loading = opened[0]
         lines = [f"load_pretrained of {engine.blueprint.model_name}, strict={strict}", *loading.files.description]
@@ -103,7 +104,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
                 "does not fit as it is",
                 path=directory,
             )
-        with together(channels.agreement, f"loading {directory}"), torch.no_grad():
+        with together(channels.agreement, f"load_pretrained of {engine.blueprint.model_name}: reading"), torch.no_grad():
             loading.run()
         loaded(model, loading.rules)
         return loading.report
@@ -151,19 +152,21 @@ class _Loading:
         filled: set[int] = set()
         for group, shapes in self.groups:
             names = [name for name in shapes if name not in self.unfit]
-            if not names:
-                continue
-            rows = self._rows(names[0])
-            if group.is_plain:
-                found = {names[0]: self.files.read(group.sources[0][0], rows)}
-            elif group.is_stacked and names[0] in self.parameters:
-                empty = {n: torch.empty((0, *t.shape[1:]), dtype=t.dtype) for n, t in shapes.items()}
-                found = group.convert(self.files.read, rows) if rows.start < rows.stop else empty
-            else:
-                whole = group.convert(self.files.read)
-                found = {name: whole[name][self._rows(name)] if whole[name].dim() else whole[name] for name in names}
-            for name in names:
-                self._fill(name, found[name], filled)
+            if names:
+                for name, value in self._part(group, names, shapes).items():
+                    self._fill(name, value, filled)
+                    del value  # or it would be there beside the next group's
+
+    def _part(self, group: Group, names: list[str], shapes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this rank holds of the results of a group."""
+        rows = self._rows(names[0])
+        if group.is_plain:
+            return {names[0]: self.files.read(group.sources[0][0], rows)}
+        if group.is_stacked and names[0] in self.parameters:
+            empty = {name: torch.empty((0, *shape.shape[1:]), dtype=shape.dtype) for name, shape in shapes.items()}
+            return group.convert(self.files.read, rows) if rows.start < rows.stop else empty
+        whole = group.convert(self.files.read)
+        return {name: whole[name][self._rows(name)] if whole[name].dim() else whole[name] for name in names}
 
     def _rows(self, name: str) -> slice:
         return self.blueprint.own_rows(self.parameters[name]) if name in self.parameters else slice(None)
@@ -190,7 +193,7 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, max_
     rank 0's. Rank 0 writes; files appear once all are whole, the index last, and an earlier save is replaced.
 
     Args:
-        directory: made if it's not there.
+        directory: made if it's not there. Only rank 0's counts.
         max_shard_size: most bytes of one file, or text such as "5GB"; a larger parameter has a file of its own.
 
     Raises:
@@ -210,9 +213,9 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, max_
         raise ValueError("a transformers model with adapters or quantized weights is not saved: its files are of another form")
     max_shard_bytes = size_in_bytes(max_shard_size)
     saving = _Saving(model, engine)
-    channels = engine.blueprint.agree(f"save_pretrained({os.fspath(directory)!r}, {max_shard_bytes})")
+    channels = engine.blueprint.agree(f"save_pretrained(max_shard_size={max_shard_bytes})")
     writer: SafetensorsWriter | None = None
-    what = f"writing {directory}"
+    what = f"save_pretrained of {engine.blueprint.model_name}: writing"
     try:
         with together(channels.agreement, what):
             if channels.agreement.rank == 0:
@@ -227,8 +230,8 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, max_
             wholes = {name: saving.whole(name) for name, _ in group.sources}
             with together(channels.agreement, what):
                 if writer is not None:
-                    for name, tensor in group.convert(wholes.pop).items():
-                        writer.add(name, tensor)
+                    _write(writer, group.convert(wholes.pop))
+            del wholes
         with together(channels.agreement, what):
             if writer is not None:
                 _write_configs(model, writer.folder)
@@ -236,6 +239,11 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, max_
     finally:
         if writer is not None:
             writer.abort()
+
+
+def _write(writer: SafetensorsWriter, tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
 
 
 class _Saving:

@@ -114,6 +114,7 @@ class SafetensorsWriter:
         self._missing = {entry.name for entry in entries}
         self._names: list[str] = []
         self._files: list[int] = []
+        self._publishing = False
         try:
             for number, shard in enumerate(shards, 1):
                 numbers = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
@@ -163,7 +164,8 @@ class SafetensorsWriter:
     def finish(self) -> None:
         """Publish: files that others point to first, the index (or the only file of weights) last; then remove an earlier save's.
 
-        A crash in between leaves the old checkpoint, the new one, or a directory that nobody takes for one; never a mixture.
+        A crash in between leaves the old checkpoint, the new one, or a directory that nobody takes for one (the rest is still in
+        `folder`); never a mixture.
         """
         if self._missing:
             name = min(self._missing)
@@ -173,6 +175,7 @@ class SafetensorsWriter:
         if len(self._names) > 1:
             self._write_index(self.folder / index)
         last = index if len(self._names) > 1 else only
+        self._publishing = True
         for entrance in {index, only} - {last} | ({index} if last == index else set()):
             (self.directory / entrance).unlink(missing_ok=True)
         names = sorted(os.listdir(self.folder), key=lambda name: (name == last, name))
@@ -205,9 +208,10 @@ class SafetensorsWriter:
                 os.close(file)
 
     def abort(self) -> None:
-        """Remove what was written; the directory is as it was."""
+        """Remove what was written, unless it's being published; the directory is as it was."""
         self._close(sync=False)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self._publishing:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> SafetensorsWriter:
         return self

@@ -33,8 +33,8 @@ def together(agreement: Agreement, what: str, kind: type[ZfxError] = CheckpointE
     try:
         if agreement.least(f"the end of {what}", lambda: 0 if error else 1):
             return
-    except RankMismatch as mismatch:
-        raise mismatch from error
+    except RankMismatch as mismatch:  # others wait elsewhere, and have been told that this rank is not with them
+        raise (error or mismatch) from (mismatch if error else None)
     said = agreement.tell(f"the errors of {what}", f"{type(error).__name__}: {error}" if error else "")
     if error is not None:
         raise error
