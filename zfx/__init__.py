@@ -7,14 +7,18 @@ See `zfx.compile`, `zfx.Limits`, and the errors in `zfx.errors`.
 """
 
 from .api import compile
+from .checkpoint import Checkpointer
+from .checkpoint_load import Resumed
 from .costs import CostModel, Link, Rate, load_costs
-from .errors import CaptureError, InfeasibleBudget, PassError, RankMismatch, ScheduleError, ZfxError
+from .errors import CaptureError, CheckpointError, InfeasibleBudget, PassError, RankMismatch, ScheduleError, ZfxError
 from .ir import Program, Schedule
 from .limits import Limits
 from .precision import Precision
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
+    "Checkpointer",
     "CostModel",
     "InfeasibleBudget",
     "Limits",
@@ -24,6 +28,7 @@ __all__ = [
     "Program",
     "RankMismatch",
     "Rate",
+    "Resumed",
     "Schedule",
     "ScheduleError",
     "ZfxError",
