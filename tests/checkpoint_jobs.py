@@ -46,10 +46,10 @@ class Awkward(nn.Module):
 def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for n, p in model.named_parameters() if n.endswith("weight")]},
-        {"params": [p for n, p in model.named_parameters() if not n.endswith("weight")], "lr": 0.02},
+        {"params": [p for n, p in model.named_parameters() if not n.endswith("weight")], "lr": 0.002},
     ]
     if kind == "sgd":
-        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
     return torch.optim.AdamW(groups, lr=0.05, foreach=kind == "foreach")
 
 

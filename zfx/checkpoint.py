@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import secrets
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,9 @@ from torch.optim.optimizer import Optimizer
 from . import checkpoint_folder as folder
 from . import checkpoint_state as state
 from .checkpoint_load import Resumed, load_run
-from .dcp_writer import FILE_BYTES, STATE, CpuCopy, Writer
+from .dcp_writer import FILE_BYTES, STATE, CpuCopy, Writer, no_warnings
 from .progress import progress
-from .together import Together, explained
+from .rank_group import RankGroup, explained
 
 log = logging.getLogger("zfx")
 
@@ -83,7 +81,7 @@ class Checkpointer:
                 raise ValueError(f"{name} must be above 0, got {value!r}")
         self.directory, self.keep, self.file_bytes = Path(directory), keep, int(file_bytes)
         self._process_group, self._timeout_s, self._work_s = process_group, timeout, write_timeout
-        self._ranks: Together | None = None
+        self._ranks: RankGroup | None = None
         self._pending: tuple[Future[Any], str, Path] | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -136,7 +134,7 @@ class Checkpointer:
             raise ValueError(f"step must be a whole number of at least 0, got {step!r}")
         run = _run(model, optimizer, scheduler, scaler, data, extras)
         self.wait()
-        ranks, what = self._together(), f"saving step {step}"
+        ranks, what = self._group(), f"saving step {step}"
         ranks.begin([f"Checkpointer.save(step={step}, background={background}) of {type(model).__name__}"])
         mine: list[state.Collected] = []
 
@@ -192,7 +190,7 @@ class Checkpointer:
         if step is not None and path is not None:
             raise ValueError("say step= or path=, not both")
         self.wait()
-        ranks = self._together()
+        ranks = self._group()
         ranks.begin([f"Checkpointer.load(step={step}, path={path}) of {type(model).__name__}"])
 
         def choose() -> Path:
@@ -218,20 +216,20 @@ class Checkpointer:
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
-    def _together(self) -> Together:
+    def _group(self) -> RankGroup:
         if self._ranks is None or not self._ranks.is_current():
-            self._ranks = Together(self._process_group, self._timeout_s, self._work_s)
+            self._ranks = RankGroup(self._process_group, self._timeout_s, self._work_s)
         return self._ranks
 
-    def _writer(self, mine: state.Collected, step: int, ranks: Together, temporary: Path, final: Path) -> Writer:
+    def _writer(self, mine: state.Collected, step: int, ranks: RankGroup, temporary: Path, final: Path) -> Writer:
         facts = {"step": step, "world_size": ranks.world_size}
         documents = {STATE: json.dumps(mine.record, allow_nan=False).encode()} if ranks.rank == 0 else {}
         aliases = {f"model.{name}": f"model.{first}" for name, first in mine.aliases.items()}
         return Writer(temporary, final, facts, documents, aliases, file_bytes=self.file_bytes, committed=self._committed)
 
-    def _write(self, what: str, tree: dict[str, Any], writer: Writer, ranks: Together, background: bool) -> None:
+    def _write(self, what: str, tree: dict[str, Any], writer: Writer, ranks: RankGroup, background: bool) -> None:
         if background:
-            with _no_warnings():
+            with no_warnings():
                 future = ranks.guarded(
                     what,
                     lambda: dcp.async_save(
@@ -242,7 +240,7 @@ class Checkpointer:
             self._pending = (future, what, writer.temporary)
             return
         try:
-            with progress(what, _local_bytes(tree), quiet=ranks.rank != 0) as writer.progress, _no_warnings():
+            with progress(what, _local_bytes(tree), quiet=ranks.rank != 0) as writer.progress, no_warnings():
                 ranks.guarded(
                     what, lambda: dcp.save(tree, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
                 )
@@ -289,11 +287,3 @@ def _local_bytes(tree: Any) -> int:
         return sum(_local_bytes(value) for value in tree.values())
     local = getattr(tree, "_local_tensor", tree)
     return local.numel() * local.itemsize if hasattr(local, "itemsize") else 0
-
-
-@contextlib.contextmanager
-def _no_warnings() -> Iterator[None]:
-    """Torch warns of a process without ranks, which is a choice here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -18,7 +18,7 @@ from .errors import CheckpointError
 from .plain_layout import Layout, plain_layout
 from .plain_state import unpack
 from .progress import progress
-from .together import Together
+from .rank_group import RankGroup
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Plan:
     streams: Any
 
 
-def load_run(directory: Path, run: Run, ranks: Together, *, with_rng: bool, verify: bool) -> Resumed:
+def load_run(directory: Path, run: Run, ranks: RankGroup, *, with_rng: bool, verify: bool) -> Resumed:
     """See `Checkpointer.load`."""
     what, plans = f"loading {directory.name}", []
 
@@ -141,7 +141,7 @@ def load_run(directory: Path, run: Run, ranks: Together, *, with_rng: bool, veri
     ranks.guarded(what, lambda: plan.opened.source.read_into(plan.targets, ranks.group))
     ranks.every(what, lambda: _apply(plan, run, ranks.rank))
     step = plan.opened.facts.get("step", 0)
-    return Resumed(step, plan.shared.get("extras"), plan.positions, plan.opened.world_size, directory)
+    return Resumed(step, plan.shared.get("extras"), plan.positions, plan.opened.facts.get("world_size", 0), directory)
 
 
 def _plan(opened: Opened, run: Run, rank: int, world_size: int, with_rng: bool) -> _Plan:
@@ -164,7 +164,7 @@ def _plan(opened: Opened, run: Run, rank: int, world_size: int, with_rng: bool) 
             positions = [opened.own("data", r) for r in range(opened.world_size)]
         if run.data is not None:
             position = _position(opened, rank, world_size, positions)
-        if with_rng:
+        if with_rng and opened.world_size:
             streams = opened.own("rng", rank % opened.world_size)
     elif run.data is not None:
         raise CheckpointError(f"{opened.directory} is a checkpoint of torch alone, and holds no data position")

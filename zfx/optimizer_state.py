@@ -150,7 +150,7 @@ def targets(
         raise CheckpointError(f"the checkpoint holds {len(records)} optimizers, and {len(optimizers)} are to be loaded")
     for number, (optimizer, record) in enumerate(zip(optimizers, records)):
         what = f"optimizer {number} ({type(optimizer).__name__})"
-        _check_record(optimizer, record, _group_names(optimizer, names, what), what)
+        _check_record(optimizer, record, names, what)
         for param in (p for group in optimizer.param_groups for p in group["params"]):
             name = names[id(param)]
             sharded = record.get("sharded", {}).get(name, {})
@@ -161,14 +161,16 @@ def targets(
     return found
 
 
-def _check_record(optimizer: Optimizer, record: Mapping[str, Any], groups: list[list[str]], what: str) -> None:
+def _check_record(optimizer: Optimizer, record: Mapping[str, Any], names: Mapping[int, str], what: str) -> None:
+    groups = _group_names(optimizer, names, what)
     if record.get("class") not in (None, type(optimizer).__name__):
         raise CheckpointError(f"{what} is to be loaded, and the checkpoint was written with {record['class']}")
     saved = [group["params"] for group in record["groups"]]
     if len(saved) != len(groups):
         raise CheckpointError(f"{what} has {len(groups)} parameter groups, and {len(saved)} were saved")
     for number, (mine, theirs) in enumerate(zip(groups, saved)):
-        if missing := [name for name in mine if name not in set(theirs)]:
+        frozen = {names[id(p)] for p in optimizer.param_groups[number]["params"] if not p.requires_grad}
+        if missing := [name for name in mine if name not in set(theirs) and name not in frozen]:
             raise CheckpointError(
                 f"{what}: the checkpoint has no {missing[0]!r} in parameter group {number}" + _and_more(missing), name=missing[0]
             )

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _NEVER = timedelta(days=30)  # agreement counts its patience itself
 
 
-class Together:
+class RankGroup:
     """The ranks of a process group, or one process alone. Making it is a collective call.
 
     Args:
