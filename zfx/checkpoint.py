@@ -21,7 +21,7 @@ from . import checkpoint_state as state
 from .checkpoint_load import Resumed, load_run
 from .dcp_writer import FILE_BYTES, STATE, CpuCopy, Writer, no_warnings
 from .progress import progress
-from .rank_group import RankGroup, explained
+from .rank_group import TORCH_FAILS, RankGroup, explained
 
 log = logging.getLogger("zfx")
 
@@ -210,7 +210,7 @@ class Checkpointer:
         (future, what, temporary), self._pending = self._pending, None
         try:
             future.result()
-        except Exception as error:
+        except TORCH_FAILS as error:
             self._clear(temporary)
             raise explained(f"{what} in the background", error) from error
 
@@ -244,7 +244,7 @@ class Checkpointer:
                 ranks.guarded(
                     what, lambda: dcp.save(tree, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
                 )
-        except Exception:
+        except BaseException:
             self._clear(writer.temporary)
             raise
 

@@ -53,7 +53,8 @@ class Opened:
         self.facts: dict[str, Any] = {}
         self.files: dict[str, manifest.FileFacts] = {}
         self.record: dict[str, Any] | None = None
-        if (directory / manifest.NAME).is_file() or not (directory / METADATA).is_file():
+        plain = (directory / METADATA).is_file() and not any((directory / name).exists() for name in (manifest.NAME, STATE))
+        if not plain:
             self.facts, self.files = manifest.read(directory)
             manifest.check_lengths(directory, self.files)
             for name in (METADATA, STATE):

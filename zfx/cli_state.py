@@ -63,7 +63,9 @@ def export(
     checkpoint: Checkpoint,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory for model.safetensors and config.json.")],
     dtype: Annotated[str | None, typer.Option(help="Cast to it, e.g. bfloat16.")] = None,
-    max_shard_size: Annotated[int, typer.Option(parser=amount, metavar="BYTES", help="Of one file.")] = 50 * 10**9,
+    max_shard_size: Annotated[
+        int | None, typer.Option(parser=amount, metavar="BYTES", help="Most that one file takes. Default: 50GB.")
+    ] = None,
     verify: Verify = True,
     as_json: AsJson = False,
 ) -> None:
@@ -78,7 +80,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Usage(f"{out} is there already and not an empty directory")
     with busy("exporting") as said:
-        files = write(contents, out, wanted, max_shard_size, lambda name: said(f"exporting {name}"))
+        files = write(contents, out, wanted, max_shard_size or 50 * 10**9, lambda name: said(f"exporting {name}"))
     if as_json:
         tables.print_json({"checkpoint": str(path), "out": str(out), "files": files, "num_tensors": len(contents.model)})
         return

@@ -92,7 +92,8 @@ class StoredTensor:
 
 
 class Source:
-    """A DCP directory whose metadata was read and found sound. `tensors` by key; `objects` (all else) by key, with their paths.
+    """A DCP directory whose metadata was read and found sound: `tensors` by key, keys of `objects` (all else), and the `paths` of
+    both in the nested dicts and lists that were saved.
 
     Raises:
         CheckpointError: the directory or its metadata is missing, damaged, or asks for what it must not.
@@ -102,15 +103,17 @@ class Source:
         self.directory = directory
         self.metadata = _read_metadata(directory)
         self.tensors: dict[str, StoredTensor] = {}
-        self.objects: dict[str, tuple[str | int, ...]] = {}
+        self.objects: list[str] = []
+        self.paths: dict[str, tuple[str | int, ...]] = {}
         storage = _storage(self.metadata, directory)
         paths = self.metadata.planner_data if isinstance(self.metadata.planner_data, dict) else {}
         for key, entry in self.metadata.state_dict_metadata.items():
+            path = paths.get(key)
+            self.paths[key] = path if _is_path(path) else (key,)
             if isinstance(entry, TensorStorageMetadata):
                 self.tensors[key] = _stored_tensor(key, entry, storage, directory)
             elif isinstance(entry, BytesStorageMetadata):
-                path = paths.get(key, (key,))
-                self.objects[key] = path if _is_path(path) else (key,)
+                self.objects.append(key)
             else:
                 raise _refused(directory, f"{key!r} is neither a tensor nor an object")
         self._storage = storage
@@ -161,8 +164,8 @@ class Source:
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            line = str(error).splitlines()[0]
-            raise self._bad(name, key, f"it is not plain data, and reading it might run code ({line[:200]})") from None
+            why = f"it is not plain data, and reading it might run code ({refusal_of(error)})"
+            raise self._bad(name, key, why) from None
         except Exception as error:  # whatever a damaged zip file leads to
             raise self._bad(name, key, f"{type(error).__name__}: {error}") from None
 
@@ -198,6 +201,12 @@ class _Reader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def refusal_of(error: BaseException) -> str:
+    """The line of torch's refusal that says what was refused; the rest is advice to trust the file."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "Unsupported" in line or "Trying to" in line), lines[-1] if lines else "")[:200]
 
 
 def _read_metadata(directory: Path) -> Metadata:
@@ -300,4 +309,4 @@ def _refused(directory: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is refused: {why}", path=path)
 
 
-__all__ = ["METADATA", "Piece", "Source", "StoredTensor"]
+__all__ = ["METADATA", "Piece", "Source", "StoredTensor", "refusal_of"]

@@ -38,9 +38,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from . import checkpoint_folder as folder
 from .checkpoint_state import VERSION
+from .dcp_reader import refusal_of
 from .dcp_writer import STATE, Writer, no_warnings
 from .errors import CheckpointError
 from .plain_state import dtype_name, pack
+from .rank_group import TORCH_FAILS, explained
 
 _RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "momentum", "dampening", "nesterov", "maximize", "initial_lr")
@@ -149,8 +151,10 @@ def convert(
     try:
         with no_warnings():
             dcp.save(tree, storage_writer=writer, planner=_Lazy(makers, progress), no_dist=True)
-    except Exception:
+    except BaseException as error:
         folder.remove(temporary)
+        if isinstance(error, TORCH_FAILS):
+            raise explained(f"importing {directory}", error) from error
         raise
     return final
 
@@ -317,9 +321,9 @@ def _load(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing", path=path) from None
     except pickle.UnpicklingError as error:
-        line = str(error).splitlines()[0][:200]
         raise CheckpointError(
-            f"{path} is refused: it holds more than tensors and plain data, and reading it might run code ({line})", path=path
+            f"{path} is refused: it holds more than tensors and plain data, and reading it might run code ({refusal_of(error)})",
+            path=path,
         ) from None
     except Exception as error:  # whatever a damaged zip file leads to
         raise CheckpointError(f"{path} can't be read: {type(error).__name__}: {error}", path=path) from None

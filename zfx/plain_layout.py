@@ -93,14 +93,11 @@ class Layout:
         """The groups of `param_groups.<i>.<key>`; none if the state is flattened."""
         found: dict[int, dict[str, Any]] = {}
         start = f"{self.optim}param_groups."
-        for key in self.source.objects:
-            number, _, inner = key.removeprefix(start).partition(".")
-            if key.startswith(start) and number.isdigit() and inner:
-                found.setdefault(int(number), {})[inner] = self.source.object(key)
-        for key in self.source.tensors:
-            number, _, inner = key.removeprefix(start).partition(".")
-            if key.startswith(start) and number.isdigit() and inner:
-                found.setdefault(int(number), {})[inner] = self.source.tensor(key)
+        for key in (key for key in self.source.paths if key.startswith(start)):
+            *_, number, inner = ("", *self.source.paths[key])
+            if type(number) is int and type(inner) is str:
+                values = self.source.tensor if key in self.source.tensors else self.source.object
+                found.setdefault(number, {})[inner] = values(key)
         out = []
         for position, group in sorted(found.items()):
             params = group.pop("params", None)

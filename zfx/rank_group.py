@@ -12,12 +12,14 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from ._compat import default_store
 from .agreement import Agreement, digest_of
 from .errors import CheckpointError, ZfxError
 
 T = TypeVar("T")
+TORCH_FAILS = (Exception, CheckpointException)  # torch's is no Exception, so that nobody catches it by the way
 _NEVER = timedelta(days=30)  # agreement counts its patience itself
 
 
@@ -100,7 +102,7 @@ class RankGroup:
             return work()
         except ZfxError:
             raise
-        except Exception as error:
+        except TORCH_FAILS as error:
             raise explained(what, error) from error
 
     def close(self) -> None:
