@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 import zfx
 from tests.checkpoint_jobs import Awkward, Job, digest, draws
 from tests.harness import run_ranks
+from zfx.dcp_writer import copied
 
 VARIANTS = {
     "adam-float64": ("adam", torch.float64),
@@ -156,7 +157,8 @@ def torch_alone(folder: str) -> None:
         ("from rank 0", offloaded, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)),
     ):
         again = Job(seed=4)
-        set_state_dict(again.model, again.optimizer, model_state_dict=model_state, optim_state_dict=optim_state, options=options)
+        own = copied(model_state), copied(optim_state)  # torch's functions may hand out, and take, the very tensors of a run
+        set_state_dict(again.model, again.optimizer, model_state_dict=own[0], optim_state_dict=own[1], options=options)
         goes_on(again, what)
     again = Job(seed=4)
     state = {"model": get_model_state_dict(again.model), "optim": get_optimizer_state_dict(again.model, again.optimizer)}

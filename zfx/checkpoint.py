@@ -251,7 +251,7 @@ class Checkpointer:
     def _committed(self, final: Path) -> None:
         """On rank 0, once the new one is safe. What can't be deleted is said, and is no failure of the save."""
         try:
-            folder.remove_left(self.directory, but=final)
+            folder.remove_left(self.directory)
             for gone in folder.retain(self.directory, self.keep, final):
                 log.info("deleted %s: keep=%s", gone, self.keep)
         except OSError as error:

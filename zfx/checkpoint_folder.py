@@ -79,10 +79,10 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_left(directory: Path, but: Path) -> None:
-    """Delete what crashed saves left, except for the one that is being written."""
+def remove_left(directory: Path) -> None:
+    """Delete what crashed saves left. Only for whom nobody is writing there: after a save, before the next."""
     for entry in os.scandir(directory):
-        if _LEFT.fullmatch(entry.name) and entry.name != but.name and entry.is_dir(follow_symlinks=False):
+        if _LEFT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
