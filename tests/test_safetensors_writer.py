@@ -39,7 +39,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_one_file_is_byte_for_byte_what_safetensors_writes(tmp_path: Path) -> None:
-    values = {n: t.contiguous() for n, t in tensors().items() if n not in ("half", "ids")}  # two dtypes of one size: their order is free
+    values = {n: t.contiguous() for n, t in tensors().items() if n not in ("half", "ids")}  # their order is free
     write(tmp_path / "ours", values, metadata={"format": "pt"})
     save_file(values, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours" / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()

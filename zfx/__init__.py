@@ -7,6 +7,7 @@ See `zfx.compile`, `zfx.Limits`, and the errors in `zfx.errors`.
 """
 
 from .api import compile
+from .born import skip_init
 from .checkpoint import Checkpointer
 from .checkpoint_load import Resumed
 from .costs import CostModel, Link, Rate, load_costs
@@ -14,6 +15,7 @@ from .errors import CaptureError, CheckpointError, InfeasibleBudget, PassError, 
 from .ir import Program, Schedule
 from .limits import Limits
 from .precision import Precision
+from .pretrained import LoadReport, load_pretrained, save_pretrained
 
 __all__ = [
     "CaptureError",
@@ -23,6 +25,7 @@ __all__ = [
     "InfeasibleBudget",
     "Limits",
     "Link",
+    "LoadReport",
     "PassError",
     "Precision",
     "Program",
@@ -34,4 +37,7 @@ __all__ = [
     "ZfxError",
     "compile",
     "load_costs",
+    "load_pretrained",
+    "save_pretrained",
+    "skip_init",
 ]

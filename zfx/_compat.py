@@ -45,12 +45,12 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def dtensor_spec(mesh: Any, placement: Any, shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
+def dtensor_spec(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return DTensorSpec(mesh, (placement,), TensorMeta(torch.Size(shape), tuple(reversed(strides)), dtype))
+    return DTensorSpec(mesh, placements, TensorMeta(torch.Size(shape), tuple(reversed(strides)), dtype))
 
 
 def default_store() -> Any:
@@ -74,6 +74,11 @@ def on_compile(start: Callable[[Any], None], end: Callable[[Any], None]) -> None
     if start not in handler.start_callbacks:
         handler.register_start_callback(start)
         handler.register_end_callback(end)
+
+
+def without_torch_functions() -> Any:
+    """While active, no torch function mode sees what is called."""
+    return torch._C.DisableTorchFunction()
 
 
 def recompile_limit() -> int:
@@ -104,4 +109,5 @@ __all__ = [
     "on_compile",
     "recompile_limit",
     "reduce_scatter_single",
+    "without_torch_functions",
 ]

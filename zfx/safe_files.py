@@ -1,7 +1,7 @@
 """Names of files that somebody else wrote: which may be opened.
 
-A checkpoint directory is not trusted: its index may name any path, and its files may be links. Only plain file names are taken, and a
-link may lead only to where the Hugging Face hub's cache keeps its files.
+A checkpoint directory is not trusted: its index may name any path, and its files may be links. Only plain file names are taken, and
+a link may lead only to where the Hugging Face hub's cache keeps its files.
 
     models--org--name/snapshots/<revision>/model.safetensors  ->  ../../blobs/<hash>      allowed: it's how the cache is built
     anywhere/model.safetensors                                ->  /etc/passwd             refused
@@ -22,10 +22,10 @@ def inside(directory: str | os.PathLike[str], name: object) -> Path:
         CheckpointError: `name` is not a plain file name, there is no such regular file, or it leads out of the directory.
 
     Example:
-        >>> inside("/tmp", "../etc/passwd")
+        >>> inside("/tmp", "../x")
         Traceback (most recent call last):
         ...
-        zfx.errors.CheckpointError: '../etc/passwd' is not a plain file name: a checkpoint may only name files of its own directory, /tmp
+        zfx.errors.CheckpointError: '../x' is not a plain file name: a checkpoint may only name files of its own directory, /tmp
     """
     folder = Path(directory)
     if not is_plain(name):

@@ -67,16 +67,17 @@ class SafetensorsWriter:
     Args:
         directory: made where it is not there. What it holds stays untouched until `finish`.
         entries: the tensors to come. Files are filled in this order; `add` may come in any.
-        max_shard_bytes: most that the tensors of one file take; a larger tensor has a file of its own. Default: 50 GB, as transformers.
+        max_shard_bytes: most that the tensors of one file take; a larger one has its own file. Default: 50 GB, as transformers.
         metadata: strings for each file's header.
         index_metadata: more facts for the index, which is written where there are several files.
-        stem: what names begin with: `<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors` and `<stem>.safetensors.index.json`.
+        stem: what names begin with: `<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors` and so on, with
+            `<stem>.safetensors.index.json`.
 
     Attributes:
         folder: the directory in which everything waits for `finish`; other files that are put there (a config) are published too.
 
     Raises:
-        CheckpointError: two entries have the same name, a dtype has no name in the format, or the disk has less room than is needed.
+        CheckpointError: two entries have the same name, a dtype has no name in the format, or the disk has too little room.
         OSError: the directory can't be written to, from here or from any method.
 
     Example:
@@ -160,9 +161,9 @@ class SafetensorsWriter:
         self._missing.discard(name)
 
     def finish(self) -> None:
-        """Publish: files that others point to first, the index (or the only file of weights) last; then what an earlier save left.
+        """Publish: files that others point to first, the index (or the only file of weights) last; then remove an earlier save's.
 
-        A crash in between leaves the old checkpoint, the new one, or a directory that nobody takes for a checkpoint; never a mixture.
+        A crash in between leaves the old checkpoint, the new one, or a directory that nobody takes for one; never a mixture.
         """
         if self._missing:
             name = min(self._missing)
