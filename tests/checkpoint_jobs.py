@@ -69,9 +69,14 @@ class Position:
 class Job:
     """One rank's run: model, optimizer, scheduler, position."""
 
-    def __init__(self, kind: str = "adam", dtype: torch.dtype = torch.float64, seed: int = 0, compiled: bool = False) -> None:
+    def __init__(
+        self, kind: str = "adam", dtype: torch.dtype = torch.float64, seed: int = 0, compiled: bool = False, replicas: int = 1
+    ) -> None:
         torch.manual_seed(seed)
-        self.model = zfx.compile(Awkward(dtype), timeout=30)
+        mesh = None
+        if replicas > 1:
+            mesh = dist.init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
+        self.model = zfx.compile(Awkward(dtype), mesh=mesh, timeout=30)
         self.compiled = compiled
         self.optimizer = optimizer_of(kind, self.model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, [lambda step: 0.9**step, lambda step: 1.0])

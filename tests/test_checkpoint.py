@@ -29,6 +29,7 @@ VARIANTS = {
     "adam-float64": ("adam", torch.float64),
     "sgd-float32": ("sgd", torch.float32),
     "foreach-bfloat16": ("foreach", torch.bfloat16),
+    "replicas-float64": ("adam", torch.float64),  # saved by two replicas of two shards
 }
 
 
@@ -36,14 +37,15 @@ def save_and_go_on(folder: str) -> dict[str, Any]:
     """Per variant: the state when it was saved, and the five steps after. Here it is resumed on as many ranks."""
     found = {}
     for name, (kind, dtype) in VARIANTS.items():
-        job, checkpoints = Job(kind, dtype), zfx.Checkpointer(Path(folder) / name)
+        replicas = 2 if name.startswith("replicas") else 1
+        job, checkpoints = Job(kind, dtype, replicas=replicas), zfx.Checkpointer(Path(folder) / name)
         checkpoints.save(0, **job.parts)
         assert not job.optimizer.state, "a save only reads"
         early = job.train(3)
         checkpoints.save(3, **job.parts, extras={"best": (1.5, float("inf")), "mean": torch.arange(3)})
         saved, seen, numbers, losses = job.digests(), job.model.seen.clone(), draws(), job.train(5)
 
-        again = Job(kind, dtype, seed=7)
+        again = Job(kind, dtype, seed=7, replicas=replicas)
         resumed = checkpoints.load(**again.parts)
         assert resumed.step == 3 and resumed.world_size == dist.get_world_size() and resumed.extras["best"] == (1.5, float("inf"))
         assert again.digests() == saved and draws() == numbers and torch.equal(again.model.seen, seen)
