@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -88,6 +89,56 @@ def test_killed_at_random_moments_the_latest_checkpoint_loads(tmp_path: Path) ->
 @pytest.mark.slow
 def test_killed_thirty_times(tmp_path: Path) -> None:
     kill_and_resume(tmp_path, 30)
+
+
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+def dies_at(number: int, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Save step 2 in a child process that is gone before its `number`-th operation in the folder. Whether it came so far."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def hook(event: str, args: tuple[Any, ...]) -> None:
+            nonlocal count
+            if event in EVENTS and args and isinstance(args[0], (str, os.PathLike)) and str(args[0]).startswith(str(folder)):
+                count += 1
+                if count == number:
+                    os._exit(9)
+
+        sys.addaudithook(hook)
+        try:
+            zfx.Checkpointer(folder, keep=1, file_bytes=500).save(2, model=model, optimizer=optimizer)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_dead_at_an_operation_of_a_save_one_checkpoint_loads(tmp_path: Path, stride: int) -> None:
+    """Not at random: before every file that is opened, made, renamed or removed."""
+    _, _, model, optimizer = saved(tmp_path / "before")
+    before = {name: digest(value) for name, value in model.state_dict().items()}
+    found = []
+    for number in range(1, 300, stride):
+        folder = tmp_path / f"run{number}"
+        shutil.copytree(tmp_path / "before", folder)
+        with torch.no_grad():
+            model.scale.fill_(2.0)
+        died = dies_at(number, folder, model, optimizer)
+        steps = zfx.Checkpointer(folder).steps()
+        step = zfx.Checkpointer(folder).load(model=model, optimizer=optimizer).step
+        assert step == max(steps) and (float(model.scale.detach()) == 2.0) == (step == 2)
+        assert step == 2 or {name: digest(value) for name, value in model.state_dict().items()} == before
+        found.append((step, len(steps)))
+        zfx.Checkpointer(folder, keep=1).save(3, model=model)
+        assert os.listdir(folder) == ["step-00000003"], "what the crash left is gone"
+        shutil.rmtree(folder)
+        if not died:
+            break
+    assert not died and found[0] == (1, 1) and found[-1] == (2, 1) and (stride > 1 or (2, 2) in found)
+    assert found == sorted(found, key=lambda one: (one[0], -one[1])) and len(found) > 24 / stride
 
 
 def fails_in_the_middle(folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,3 +58,30 @@ def test_released_memory_comes_back(nccl: None) -> None:
     whole = 16 * 1024 * 1024 * 4
     assert torch.cuda.max_memory_allocated() - before < whole / 2
     assert torch.cuda.memory_allocated() == before
+
+
+def test_a_run_on_a_gpu_is_saved_in_the_background_and_resumed_bit_for_bit(nccl: None, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = zfx.compile(stack(64, 2), limits=RELEASE_ALL)
+        return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(3):
+            loss = model(torch.randn(8, 64, device="cuda")).square().mean()  # of the GPU's own random stream
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = build()
+    train(model, optimizer)
+    checkpoints = zfx.Checkpointer(tmp_path)
+    checkpoints.save(3, model=model, optimizer=optimizer, background=True)
+    losses = train(model, optimizer)
+    checkpoints.wait()
+    model, optimizer = build()
+    checkpoints.load(model=model, optimizer=optimizer)
+    assert all(s["step"].is_cuda for s in optimizer.state.values())
+    assert train(model, optimizer) == losses

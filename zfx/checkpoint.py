@@ -19,9 +19,9 @@ from torch.optim.optimizer import Optimizer
 from . import checkpoint_folder as folder
 from . import checkpoint_state as state
 from .checkpoint_load import Resumed, load_run
-from .dcp_writer import FILE_BYTES, STATE, CpuCopy, Writer, no_warnings
+from .dcp_writer import FILE_BYTES, STATE, CpuCopy, Writer
 from .progress import progress
-from .rank_group import TORCH_FAILS, RankGroup, explained
+from .rank_group import TORCH_FAILS, RankGroup, explained, no_warnings
 
 log = logging.getLogger("zfx")
 

@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from ._compat import DCP_PRIVATE_RECORDS, StorageInfo, file_view
 from .errors import CheckpointError
+from .rank_group import no_warnings
 
 METADATA = ".metadata"
 
@@ -145,13 +146,9 @@ class Source:
 
     def read_into(self, targets: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
         """Fill these tensors (DTensors: this rank's part) in place. A collective call where there is a group."""
-        dcp.load(
-            targets,
-            storage_reader=_Reader(self),
-            planner=DefaultLoadPlanner(flatten_state_dict=False),
-            process_group=group,
-            no_dist=group is None,
-        )
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        with no_warnings():
+            dcp.load(targets, storage_reader=_Reader(self), planner=planner, process_group=group, no_dist=group is None)
 
     def _values(self, key: str, dtype: torch.dtype, sizes: tuple[int, ...], info: StorageInfo) -> torch.Tensor:
         with open(self.directory / info.relative_path, "rb") as file:

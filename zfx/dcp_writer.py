@@ -10,10 +10,8 @@ rank is raised on all of them before the rename. The same holds for `dcp.async_s
 
 from __future__ import annotations
 
-import contextlib
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,14 +97,6 @@ class Writer(FileSystemWriter):
         self.committed(self.final)
 
 
-@contextlib.contextmanager
-def no_warnings() -> Iterator[None]:
-    """Torch warns of a process without ranks, which is a choice here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def in_files(items: Sequence[WriteItem], file_bytes: int) -> list[list[WriteItem]]:
     """The items of a plan, in groups of at most so many bytes each (or of one item)."""
     groups: list[list[WriteItem]] = []
@@ -174,4 +164,4 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
-__all__ = ["FILE_BYTES", "STATE", "CpuCopy", "Writer", "copied", "in_files", "no_warnings"]
+__all__ = ["FILE_BYTES", "STATE", "CpuCopy", "Writer", "copied", "in_files"]

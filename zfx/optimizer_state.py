@@ -194,27 +194,26 @@ def _target(
     key: str,
     sharded: Mapping[str, int | None],
 ) -> torch.Tensor:
-    if not isinstance(param, DTensor) or (key in COUNTERS and not shape and key not in sharded):
-        if (
-            isinstance(there, torch.Tensor)
-            and not isinstance(there, DTensor)
-            and (tuple(there.shape), there.dtype) == (shape, dtype)
-        ):
-            return there
-        on_cpu = key in COUNTERS and not shape and param.device.type == "cpu"
-        return torch.zeros(shape, dtype=dtype, device="cpu" if on_cpu or key in COUNTERS else param.device)
-    placements: list[Any]
-    if key in sharded:
-        placements = [
-            Shard(sharded[key] or 0) if isinstance(p, Shard) and sharded[key] is not None else Replicate() for p in param.placements
-        ]
-    elif shape == tuple(param.shape):
-        placements = list(param.placements)
-    else:
-        return torch.zeros(shape, dtype=dtype, device=param.device)
-    if isinstance(there, DTensor) and (tuple(there.shape), there.dtype, list(there.placements)) == (shape, dtype, placements):
+    """The tensor that is there, if it fits; else a new one, placed as the parameter, or as it was when it was saved."""
+    placements = _placements(param, shape, key, sharded)
+    placed = list(there.placements) if isinstance(there, DTensor) else None
+    if isinstance(there, torch.Tensor) and (tuple(there.shape), there.dtype, placed) == (shape, dtype, placements):
         return there
+    if placements is None or not isinstance(param, DTensor):
+        return torch.zeros(shape, dtype=dtype, device="cpu" if key in COUNTERS and not shape else param.device)
     return torch.distributed.tensor.zeros(shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
+
+
+def _placements(param: torch.Tensor, shape: tuple[int, ...], key: str, sharded: Mapping[str, int | None]) -> list[Any] | None:
+    """None: a plain tensor."""
+    if not isinstance(param, DTensor):
+        return None
+    if key in sharded:
+        dim = sharded[key]
+        return [Shard(dim) if isinstance(p, Shard) and dim is not None else Replicate() for p in param.placements]
+    if key in COUNTERS and not shape:
+        return None
+    return list(param.placements) if shape == tuple(param.shape) else None
 
 
 def apply(

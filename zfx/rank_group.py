@@ -6,8 +6,10 @@ meets a collective of the training, and devices never wait for it.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -111,6 +113,14 @@ class RankGroup:
             dist.destroy_process_group(self.group)
             dist.destroy_process_group(self.agreement.group)
         self.group, self.agreement = None, None
+
+
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+    """Torch warns of a process without ranks, which is a choice here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def explained(what: str, error: BaseException) -> CheckpointError:
