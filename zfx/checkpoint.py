@@ -250,6 +250,11 @@ class Checkpointer:
 
     def _committed(self, final: Path) -> None:
         """On rank 0, once the new one is safe. What can't be deleted is said, and is no failure of the save."""
+        log.info("saved %s", final)
+        if self.latest() != final:
+            log.warning(
+                "%s holds a later step than %s: the latest is the highest step, not the last one saved", self.directory, final
+            )
         try:
             folder.remove_left(self.directory)
             for gone in folder.retain(self.directory, self.keep, final):

@@ -107,13 +107,6 @@ class RankGroup:
         except TORCH_FAILS as error:
             raise explained(what, error) from error
 
-    def close(self) -> None:
-        """Give up the communicators."""
-        if self.is_current() and self.group is not None and self.agreement is not None and self.agreement.broken is None:
-            dist.destroy_process_group(self.group)
-            dist.destroy_process_group(self.agreement.group)
-        self.group, self.agreement = None, None
-
 
 @contextlib.contextmanager
 def no_warnings() -> Iterator[None]:
