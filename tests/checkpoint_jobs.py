@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -138,3 +139,23 @@ def draws() -> tuple[float, float, float]:
 
 def whole(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
+
+
+def saved(folder: Path) -> tuple[zfx.Checkpointer, Path, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Awkward()
+    optimizer = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    checkpoints = zfx.Checkpointer(folder, file_bytes=400)
+    path = checkpoints.save(1, model=model, optimizer=optimizer, extras={"a": torch.ones(2)})
+    return checkpoints, path, model, optimizer
+
+
+def refused(checkpoints: zfx.Checkpointer, model: nn.Module, optimizer: torch.optim.Optimizer, *words: str, **where: Any) -> None:
+    """Loading raises, says these words, and changes nothing."""
+    before = {name: digest(value) for name, value in model.state_dict().items()}
+    with pytest.raises(zfx.CheckpointError) as caught:
+        checkpoints.load(model=model, optimizer=optimizer, **where)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert {name: digest(value) for name, value in model.state_dict().items()} == before

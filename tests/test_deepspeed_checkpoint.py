@@ -23,7 +23,7 @@ from torch import nn
 import zfx
 from tests.checkpoint_jobs import digest
 from tests.harness import run_ranks
-from tests.test_checkpoint_faults import Bomb
+from tests.test_checkpoint_hostile import Bomb
 from zfx.cli import run as cli
 from zfx.deepspeed_checkpoint import convert
 

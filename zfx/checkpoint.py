@@ -37,9 +37,8 @@ class Checkpointer:
     tensor; random streams follow the rule in `zfx.rng`; buffers that differed between ranks are those of the rank of the same
     number, or of rank 0; for the data position see `load`.
 
-    Nothing that is read is unpickled: what is not a tensor is JSON, tensors are read with `weights_only=True`, and DCP's own
-        metadata by
-    an unpickler that knows only its records.
+    Nothing that is read runs code: what is not a tensor is JSON, tensors are read with `weights_only=True`, and DCP's own metadata
+    by an unpickler that knows only its records. So what is saved must be plain: numbers, strings, containers and tensors.
 
     Args:
         directory: where the checkpoints of one run go, on a file system that all ranks share. Made by the first save.

@@ -1,11 +1,11 @@
 """What a checkpoint holds of a run, as one tree of tensors (for DCP) and one JSON document; and back.
 
-model.<name>                      DTensors as they are; of what is whole on every rank, rank 0's. Torch's own layout, so that
-optim.state.<name>.<key>          `dcp.load({"model": model.state_dict()}, ...)` reads it too
-shared.<i>                        tensors of the scheduler, the scaler and the extras, of rank 0
-rank.<r>.rng.<i>, .data.<i>       tensors of rank r alone: random streams, data position
-rank.<r>.buffers.<name>           buffers that differ between ranks (running statistics); rank 0's are under model.<name> too
-state.json                        all that is no tensor
+    model.<name>                      DTensors as they are; of what is whole on every rank, rank 0's. Torch's own layout, so that
+    optim.state.<name>.<key>          `dcp.load({"model": model.state_dict()}, ...)` reads it too
+    shared.<i>                        tensors of the scheduler, the scaler and the extras, of rank 0
+    rank.<r>.rng.<i>, .data.<i>       tensors of rank r alone: random streams, data position
+    rank.<r>.buffers.<name>           buffers that differ between ranks (running statistics); rank 0's are under model.<name> too
+    state.json                        all that is no tensor
 """
 
 from __future__ import annotations

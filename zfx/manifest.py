@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: what files it has, how long they are, and their SHA-256. It is the last file to be written.
 
-    {"format": "zfx.checkpoint", "version": 1, "step": 10, "world_size": 4, ..., "files": {"__0_0_0.distcp": [1024, "9f86..."]},
-    "sha256": "..."}
+    {"format": "zfx.checkpoint", "version": 1, "step": 10, "world_size": 4,
+     "files": {"__0_0_0.distcp": [1024, "9f86..."], ...}, "sha256": "..."}
 
 `sha256` is of everything above it, so that a manifest notices its own damage too. Checksums tell accidents, not malice: whoever can
 change a file can change its checksum. What keeps hostile files from doing harm is in `dcp_reader`.

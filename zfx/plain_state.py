@@ -1,11 +1,11 @@
 """State as JSON and tensors: what schedulers, scalers, data loaders and users keep, without a pickle.
 
-    {"step": 3, "betas": (0.9, 0.95), "shadow": tensor}   <->   {"step": 3, "betas": {"$tuple": [0.9, 0.95]}, "shadow":
-    {"$tensor": 0}}, [tensor]
+    {"step": 3, "betas": (0.9, 0.95), "shadow": tensor}
+    {"step": 3, "betas": {"$tuple": [0.9, 0.95]}, "shadow": {"$tensor": 0}}    and    [tensor]
 
-Only plain values are taken: None, bool, int, float, str, bytes, list, tuple, set, dict, tensors, numpy arrays and scalars,
-    dtypes. They
-come back equal and of the same type; anything else is refused by name, since reading it back would mean running somebody's code.
+Only plain values are taken: None, bool, int, float, str, bytes, list, tuple, set, dict, tensors, numpy arrays and scalars, dtypes.
+They come back equal and of the same type; anything else is refused by name, since reading it back would mean running somebody's
+code.
 """
 
 from __future__ import annotations

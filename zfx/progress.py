@@ -1,5 +1,4 @@
-"""Progress of long reads and writes: a tqdm bar where tqdm is installed and stderr is a terminal, else a line of the log now and
-then."""
+"""Progress of long reads and writes: a tqdm bar where tqdm is installed and stderr is a terminal, else lines of the log."""
 
 from __future__ import annotations
 
