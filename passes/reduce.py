@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import inf
 
 from zfx.costs import Link
-from zfx.ir import CostModel, Parameter, Program, Schedule
+from zfx.ir import Parameter, Program, Schedule
 
 from .memory import bytes_left, gathered_bytes
 from .partition import Candidate, State, enough_bytes, partition
@@ -31,8 +31,8 @@ def bucket_reductions(schedule: Schedule) -> Schedule:
     hold the first until the last is complete. The partition that finishes first is chosen; among equals, the one that holds least
     bytes times steps, then the one with the fewest buckets. Time is that of reductions beside compute that launches and waits for
     the gathers as it does without reductions; where it stalls for them, launching takes no extra time, which the dynamic
-    program does not foresee. With replicas, time is that of the slower of the two stages. Members below
-    `costs.pack_threshold_bytes` travel packed if there are two or more.
+    program does not foresee. With replicas, time is that of the slower of the two stages, and of both for the last bucket. Members
+    below `costs.pack_threshold_bytes` travel packed if there are two or more.
 
     Guarantee: fits the limits if the argument does with every gradient reduced alone. Every reduction is waited for where it
     is launched; `wait_reductions` lets them overlap. Optimal where `partition` is, among buckets that are closed once larger
@@ -116,7 +116,7 @@ def _cheapest_runs(
     times = simulate(gathering, durations_us)
     points = [step + 1 for step, _ in row]
     link = _link(timeline.program)
-    extend = _Extend(costs, link, row, [times.launch_us[point] for point in points])
+    extend = _Extend(timeline.program, link, row, [times.launch_us[point] for point in points])
     reach = farthest(timeline, row, enough_bytes(link, costs.launch_us))
     return partition(len(row), reach, extend, lambda state: max(times.finish_us + state.delay_us, state.channel_us))
 
@@ -135,8 +135,10 @@ def _link(program: Program) -> Link:
 class _Extend:
     """One more bucket: from the state before its first member to the state after its launch. Two at most are in flight."""
 
-    def __init__(self, costs: CostModel, link: Link, row: Sequence[tuple[int, Parameter]], reached_us: Sequence[float]) -> None:
-        self._costs, self._link, self._reached_us, self._row = costs, link, reached_us, row
+    def __init__(self, program: Program, link: Link, row: Sequence[tuple[int, Parameter]], reached_us: Sequence[float]) -> None:
+        self._costs, self._link, self._reached_us, self._row = program.costs, link, reached_us, row
+        self._across = program.replicas > 1
+        self._across_bytes = list(accumulate((gradient.across_bytes for _, gradient in row), initial=0))
         sizes = [gradient.grad_bytes for _, gradient in row]
         self._bytes = list(accumulate(sizes, initial=0))
         self._byte_steps = list(accumulate((size * step for size, (step, _) in zip(sizes, row)), initial=0))
@@ -148,5 +150,13 @@ class _Extend:
             stretch = num_bytes * step - (self._byte_steps[stop] - self._byte_steps[start])
             now = max(reached_us[stop - 1] + state.delay_us, state.before_us) + self._costs.busy_us(num_bytes)
             end = max(now, state.channel_us) + link.latency_us + num_bytes / link.bytes_per_us
+            if self._across and stop == len(row):
+                end += self._other_stage_us(start)
             order = (now - reached_us[stop - 1], state.stretch + stretch, state.count + 1)
             yield stop, (end, order, state.channel_us, step + 1, start)
+
+    def _other_stage_us(self, start: int) -> float:
+        """What the last bucket, from `start` on, still takes once it has passed the slower stage, or before."""
+        num_bytes, across_bytes = self._bytes[-1] - self._bytes[start], self._across_bytes[-1] - self._across_bytes[start]
+        both_us = self._costs.reduce_us(num_bytes) + self._costs.all_reduce_us(across_bytes)
+        return max(0.0, both_us + self._costs.busy_us(across_bytes) - self._link.us(num_bytes))

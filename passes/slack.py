@@ -29,20 +29,25 @@ def add_slack(schedule: Schedule) -> Schedule:
     """Wait for each reduction, and launch each gather, as if links were half as fast, as far as the peak of all bytes stays.
 
     Guarantee: the simulated finish is not later and the peak of all bytes not higher than before; no gather is launched later,
-    no reduction is waited for earlier; the limits are respected if they were. Cost: linear, but for `launch_late`'s logarithm.
+    no reduction is waited for earlier; the limits are respected if they were. With replicas it is the all-reduces that are waited
+    for later, as they are launched where their reductions are waited for. Cost: linear, but for `launch_late`'s logarithm.
     """
     timeline = read(schedule)
-    program, limits = timeline.program, timeline.limits
+    program, limits, peak_bytes = timeline.program, timeline.limits, _peak_bytes(timeline)
     slow = replace(
         timeline,
         program=replace(program, costs=program.costs.on_slower_links(_SLOWDOWN)),
-        limits=replace(limits, memory_budget=_peak_bytes(timeline)),
+        limits=replace(limits, memory_budget=peak_bytes),
     )
     slow = wait_when_over(with_launches(slow, earliest_launches(slow)), actual_us(program))
     launches = [min(gather.launch, point) for gather, point in zip(timeline.gathers, latest_launches(slow))]
     # At each moment those in flight are the youngest few, as many as either the one or the other has: both of which fit.
-    reductions = tuple(replace(r, wait=max(r.wait, s.wait)) for r, s in zip(timeline.reductions, slow.reductions))
-    return write(with_launches(replace(timeline, reductions=reductions), launches))
+    reductions = tuple(
+        replace(r, wait=max(r.wait, s.wait) if program.replicas == 1 else r.wait, done=max(r.done, s.done))
+        for r, s in zip(timeline.reductions, slow.reductions)
+    )
+    relaxed = with_launches(replace(timeline, reductions=reductions), launches)
+    return write(relaxed) if _peak_bytes(relaxed) <= peak_bytes else schedule
 
 
 def _peak_bytes(timeline: Timeline) -> int:

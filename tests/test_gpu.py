@@ -77,3 +77,30 @@ def test_born_written_and_read_on_the_device(nccl: None, tmp_path: Path) -> None
             p.zero_()
     zfx.load_pretrained(model, tmp_path)
     assert same()
+
+
+def test_a_run_on_a_gpu_is_saved_in_the_background_and_resumed_bit_for_bit(nccl: None, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = zfx.compile(stack(64, 2), limits=RELEASE_ALL)
+        return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(3):
+            loss = model(torch.randn(8, 64, device="cuda")).square().mean()  # of the GPU's own random stream
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = build()
+    train(model, optimizer)
+    checkpoints = zfx.Checkpointer(tmp_path)
+    checkpoints.save(3, model=model, optimizer=optimizer, background=True)
+    losses = train(model, optimizer)
+    checkpoints.wait()
+    model, optimizer = build()
+    checkpoints.load(model=model, optimizer=optimizer)
+    assert all(s["step"].is_cuda for s in optimizer.state.values())
+    assert train(model, optimizer) == losses

@@ -8,6 +8,8 @@ See `zfx.compile`, `zfx.Limits`, and the errors in `zfx.errors`.
 
 from .api import compile
 from .born import skip_init
+from .checkpoint import Checkpointer
+from .checkpoint_load import Resumed
 from .costs import CostModel, Link, Rate, load_costs
 from .errors import CaptureError, CheckpointError, InfeasibleBudget, PassError, RankMismatch, ScheduleError, ZfxError
 from .ir import Program, Schedule
@@ -18,6 +20,7 @@ from .pretrained import LoadReport, load_pretrained, save_pretrained
 __all__ = [
     "CaptureError",
     "CheckpointError",
+    "Checkpointer",
     "CostModel",
     "InfeasibleBudget",
     "Limits",
@@ -28,6 +31,7 @@ __all__ = [
     "Program",
     "RankMismatch",
     "Rate",
+    "Resumed",
     "Schedule",
     "ScheduleError",
     "ZfxError",

@@ -12,12 +12,17 @@ import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import nonstrict_trace
 from torch._functorch.partitioners import default_partition
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.utils import _create_file_view as file_view
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.serialization import _get_layout
 from torch.utils.checkpoint import CheckpointPolicy
 
 # torch 2.13 renamed the tensor forms of these collectives and warns about the old names
@@ -30,6 +35,9 @@ dynamo_errors: tuple[type[BaseException], ...] = (
     if hasattr(torch._dynamo.exc, "FailOnRecompileLimitHit")
     else torch._dynamo.exc.TorchDynamoException,
 )
+
+# what the pickle of a DCP directory's metadata refers to, beside the public records
+DCP_PRIVATE_RECORDS: tuple[Any, ...] = (StorageInfo, StoragePrefix, _MEM_FORMAT_ENCODING, _get_layout)
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -83,8 +91,11 @@ def recompile_limit() -> int:
 
 
 __all__ = [
+    "DCP_PRIVATE_RECORDS",
     "CheckpointPolicy",
     "DTensorSpec",
+    "StorageInfo",
+    "StoragePrefix",
     "StorageWeakRef",
     "_BoxedCodeGen",
     "_coalescing_manager",
@@ -96,6 +107,7 @@ __all__ = [
     "default_store",
     "dtensor_spec",
     "dynamo_errors",
+    "file_view",
     "fresh_symbols_ignored",
     "make_dtensor",
     "nonstrict_trace",

@@ -323,9 +323,9 @@ def find_ranks(
         if not dist.is_initialized():
             assert world_size is not None
             return None, world_size, _divided(world_size, replicas or 1)
-        num_ranks = dist.get_world_size()
-        shape = (num_ranks,) if replicas is None else (replicas, num_ranks // _divided(num_ranks, replicas))
-        mesh = init_device_mesh(_device_type(), shape)
+        num_replicas = _divided(dist.get_world_size(), replicas or 1)
+        num_shards = dist.get_world_size() // num_replicas
+        mesh = init_device_mesh(_device_type(), (num_shards,) if num_replicas == 1 else (num_replicas, num_shards))
     if world_size is not None and world_size != mesh.size():
         raise ValueError(f"world_size={world_size}, but the process group has {mesh.size()} ranks")
     found = mesh.size(0) if mesh.ndim == 2 else 1

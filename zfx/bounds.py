@@ -364,7 +364,7 @@ def _times(schedule: Schedule, events: list[_Event], measures: list[_Measure], v
     return {
         "compute": compute_us,
         "gather channel": _transfer_us(costs.gather, num_buckets, num_bytes),
-        "reduce channel": rest.us(0),
+        "reduce channel": rest.reduce_us(0),
         **({"all-reduce channel": rest.across_us(0)} if schedule.program.replicas > 1 else {}),
         "first gather + compute + last reduction": _in_a_row(row, volume, rest, costs),
         "critical path": _longest_path(row, [], volume, rest, costs),
@@ -428,12 +428,15 @@ class _Rest:
             row.reverse()
 
     def us(self, event: int) -> float:
+        return max(self.reduce_us(event), self.across_us(event)) if self._across else self.reduce_us(event)
+
+    def reduce_us(self, event: int) -> float:
+        """All reductions, and the shortest all-reduce."""
         reduced_us = _transfer_us(self._costs.reduce, self.num_buckets[event], self.num_bytes[event])
         if not self._across or not self.num_buckets[event]:
             return reduced_us
         link, least_bytes = self._costs.all_reduce, self._least[event][1]
-        last_us = self._costs.launch_us + link.latency_us + least_bytes / link.bytes_per_us
-        return max(reduced_us + last_us, self.across_us(event))
+        return reduced_us + self._costs.launch_us + link.latency_us + least_bytes / link.bytes_per_us
 
     def across_us(self, event: int) -> float:
         """The shortest reduction, and all all-reduces."""

@@ -59,7 +59,8 @@ def _load_state_dict(base: type[nn.Module]) -> Any:
         if engine.blueprint.channels is None:
             return base.load_state_dict(self, state_dict, strict=strict, assign=assign)
         lines = [f"load_state_dict of {engine.blueprint.model_name}, strict={strict}, assign={assign}"]
-        lines += [f"{name}: {_described(value)}" for name, value in state_dict.items()]
+        own = {name for name, _ in self.named_buffers()}  # each rank's own, so that their values may differ
+        lines += [f"{name}: {_described(value, name not in own)}" for name, value in state_dict.items()]
         engine.blueprint.channels.agreement.begin(digest_of(lines), lines)
         if assign:
             _check_dtypes(self, state_dict)
@@ -68,13 +69,15 @@ def _load_state_dict(base: type[nn.Module]) -> Any:
     return load_state_dict
 
 
-def _described(value: Any) -> str:
+def _described(value: Any, with_values: bool) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     kind = f"{tuple(value.shape)} {value.dtype}"
     if hasattr(value, "_local_tensor"):
         return f"{kind}, a DTensor"
-    return f"{kind} with values {fingerprint(value)}" if not value.is_meta else f"{kind} on meta"
+    if value.is_meta:
+        return f"{kind} on meta"
+    return f"{kind} with values {fingerprint(value)}" if with_values else kind
 
 
 def _check_dtypes(model: nn.Module, given: Mapping[str, Any]) -> None:

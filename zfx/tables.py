@@ -194,3 +194,26 @@ def _print_names(console: Console, names: Sequence[str], most: int, mark: str = 
         console.print(f"  {mark} {text.printable(name)}", soft_wrap=True)
     if len(names) > most:
         console.print(f"  {mark} and {len(names) - most:,} more")
+
+
+def print_checkpoint(answer: Mapping[str, Any], most: int | None) -> None:
+    console = _console()
+    saved = "not written by zfx"
+    if answer["step"] is not None:
+        saved = f"step {answer['step']:,}, saved by {answer['world_size']:,} ranks"
+    console.print(f"{text.printable(answer['path'])}: {saved}{', verified' if answer['verified'] else ''}")
+    console.print(
+        f"model {answer['num_elements']:,} elements, {_bytes(answer['model_bytes'])}; "
+        f"optimizer {_bytes(answer['optimizer_bytes'])}\n"
+    )
+    table = _table("tensor", "shape", "dtype", "bytes", "pieces", "optimizer")
+    found = answer["tensors"]
+    for row in found if most is None else found[:most]:
+        name = row["name"] + (f" = {', '.join(row['aliases'])}" if row["aliases"] else "")
+        shape = " x ".join(f"{n:,}" for n in row["shape"]) or "scalar"
+        table.add_row(
+            text.printable(name), shape, row["dtype"], _bytes(row["num_bytes"]), str(row["num_pieces"]), ", ".join(row["optimizer"])
+        )
+    console.print(table)
+    if most is not None and len(found) > most:
+        console.print(f"and {len(found) - most:,} more; --full shows them")

@@ -171,7 +171,7 @@ class CollectiveWire(Wire):
             works.wait()
             ins.clear()
             if divisor != self.world_size:  # the mean over these ranks is a part of the mean over all
-                torch._foreach_mul_(outs, self.world_size / divisor)
+                _scale(outs, self.world_size / divisor)
             return [out[: max(0, min(n, grad.numel() - self.rank * n))] for out, grad, n in zip(outs, grads, sizes)]
 
         return finish
@@ -186,7 +186,7 @@ class CollectiveWire(Wire):
         def finish() -> list[torch.Tensor]:
             _wait(works)
             if divisor not in (1, self.world_size):
-                torch._foreach_mul_(outs, self.world_size / divisor)
+                _scale(outs, self.world_size / divisor)
             return outs
 
         return finish
@@ -204,6 +204,11 @@ def _wait(works: list[Any]) -> None:
     for work in works:
         work.wait()
     works.clear()
+
+
+def _scale(tensors: list[torch.Tensor], factor: float) -> None:
+    if tensors:  # torch refuses to do nothing
+        torch._foreach_mul_(tensors, factor)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

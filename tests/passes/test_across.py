@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.strategies import chain, problems
@@ -31,6 +31,7 @@ from zfx.trace import to_trace
 from zfx.verify import verify, violations
 
 REPLICAS = {"replicas": (2, 3), "windows": ("only", "first", "last"), "uniform": None}
+few = settings(max_examples=30)
 STAGES = ("reduce_scatter", "wait_reduce", "all_reduce", "wait_all_reduce")
 
 
@@ -141,6 +142,7 @@ def test_all_reduces_can_be_what_binds() -> None:
 # ---- what damages a schedule ------------------------------------------------------------------------------------------------
 
 
+@few
 @given(schedules(), st.data(), st.sampled_from(["all_reduce", "wait_all_reduce"]))
 def test_a_dropped_half(schedule: Schedule, data: st.DataObject, kind: str) -> None:
     found = broken(without(schedule, pick(data, schedule, kind)))
@@ -148,6 +150,7 @@ def test_a_dropped_half(schedule: Schedule, data: st.DataObject, kind: str) -> N
     assert ("launched_once" in found) == (kind == "all_reduce")
 
 
+@few
 @given(schedules(), st.data())
 def test_no_all_reduce_at_all(schedule: Schedule, data: st.DataObject) -> None:
     pick(data, schedule, "all_reduce")
@@ -156,6 +159,7 @@ def test_no_all_reduce_at_all(schedule: Schedule, data: st.DataObject) -> None:
     assert broken(replace(schedule, program=replace(schedule.program, replicas=1))) >= {"averaged_over_replicas"}
 
 
+@few
 @given(schedules(), st.data())
 def test_an_all_reduce_before_its_reduction_has_arrived(schedule: Schedule, data: st.DataObject) -> None:
     place = pick(data, schedule, "all_reduce")
@@ -166,6 +170,7 @@ def test_an_all_reduce_before_its_reduction_has_arrived(schedule: Schedule, data
     assert {"averaged_over_replicas", "happens_before"} <= found
 
 
+@few
 @given(schedules(), st.data())
 def test_an_all_reduce_that_is_waited_for_too_early_or_twice(schedule: Schedule, data: st.DataObject) -> None:
     place = pick(data, schedule, "wait_all_reduce")
@@ -176,6 +181,7 @@ def test_an_all_reduce_that_is_waited_for_too_early_or_twice(schedule: Schedule,
     assert {"averaged_over_replicas", "launched_once"} <= broken(insert(schedule, place, wait))
 
 
+@few
 @given(schedules(), st.data())
 def test_two_all_reduces_swapped(schedule: Schedule, data: st.DataObject) -> None:
     places = [place for place, i in enumerate(schedule.instructions) if i.kind == "all_reduce"]
@@ -220,7 +226,7 @@ def test_every_room_shows_it() -> None:
     with pytest.raises(ValueError, match="4 ranks can't be divided among 3 replicas"):
         from_json(to_json(schedule).replace('"replicas": 2', '"replicas": 3'))
 
-    text = render(schedule)
+    text = render(schedule, full=True)
     assert "4 ranks (2 replicas of 2)" in text and "all-reduces  3 in 3 buckets, 60 B on each rank" in text
     assert "wait reduce 5; all reduce 5" in text and "wait all reduce 5" in text
     assert "all-reduces 300.0 us" in report(schedule)

@@ -13,6 +13,7 @@ from zfx.ir import Limits
 from zfx.passes import stages
 from zfx.passes.choose import choose_fastest
 from zfx.passes.slack import add_slack
+from zfx.simulate import simulate
 from zfx.verify import verify
 
 
@@ -34,6 +35,16 @@ def test_slack_costs_neither_time_nor_memory(problem):
     assert certify(slack).peak_bytes <= certify(tight).peak_bytes
     assert all(a <= b for a, b in zip(launches(slack), launches(tight)))
     assert all(a >= b for a, b in zip(reduction_waits(slack), reduction_waits(tight)))
+
+
+@given(problems(replicas=(2, 3)))
+def test_with_replicas_neither(problem):
+    tight, slack = before_and_after(problem)
+    verify(slack)
+    assert slack.buckets == tight.buckets and reduction_waits(slack) == reduction_waits(tight)
+    assert simulate(slack).finish_us <= simulate(tight).finish_us * (1 + 1e-9)
+    assert certify(slack).peak_bytes <= certify(tight).peak_bytes
+    assert all(a <= b for a, b in zip(launches(slack), launches(tight)))
 
 
 def test_a_link_half_as_fast_as_planned_delays_nothing_in_between():

@@ -10,12 +10,7 @@ from .cases import REGISTRY, options_of
 from .runner import DEFAULT_LIMITS, Report, problems, run_case
 
 # Cases that should match and for now end in an error: (start of the outcome on every rank, why). A case that is mended fails here.
-KNOWN_ERRORS: dict[str, tuple[str, str]] = {
-    "reload_other_world_size": (
-        "AssertionError",
-        "torch's set_optimizer_state_dict gives back the 0-dim optimizer state of a replicated parameter as a plain tensor",
-    ),
-}
+KNOWN_ERRORS: dict[str, tuple[str, str]] = {}
 
 # The others run only with limits under which every parameter is released after every use.
 WITH_DEFAULT_LIMITS = (

@@ -664,11 +664,11 @@ function pick(x, y) {
     if (stall !== undefined) return { kind: "collective", index: stall };
     return nearest(steps.start, (i) => steps.start[i], (i) => steps.end[i], (index) => ({ kind: "step", index }));
   }
-  if (lane === 2 || lane === 3) {
+  if (lane > 1 && lane < LIFE) {
     const row = CHANNEL[LANES[lane]];
     return nearest(row, (i) => collectives.start[row[i]], (i) => collectives.end[row[i]], (i) => ({ kind: "collective", index: row[i] }));
   }
-  if (lane === 4 && state.focus !== null) {
+  if (lane === LIFE && state.focus !== null) {
     const life = byParameter[state.focus].lives.find((one) => moments.time[one.first] <= us + near && us - near <= (one.end < numMoments ? moments.time[one.end] : finish));
     return life ? { kind: "life", index: state.focus, life } : null;
   }
