@@ -141,8 +141,8 @@ class Engine:
         for number, (slot, part) in enumerate(zip(self.slots, local)):
             if part.device != self.devices[number]:
                 raise ValueError(
-                    f"parameter {self.blueprint.names[number]!r} was on {self.devices[number]} when the model was compiled and is on "
-                    f"{part.device} now; move the model before zfx.compile"
+                    f"parameter {self.blueprint.names[number]!r} was on {self.devices[number]} when the model was compiled and "
+                    f"is on {part.device} now; move the model before zfx.compile"
                 )
             if part.shape != self.local_shapes[number]:
                 raise ValueError(
