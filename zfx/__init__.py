@@ -8,7 +8,7 @@ See `zfx.compile`, `zfx.Limits`, and the errors in `zfx.errors`.
 
 from .api import compile
 from .costs import CostModel, Link, Rate, load_costs
-from .errors import CaptureError, InfeasibleBudget, PassError, RankMismatch, ScheduleError, ZfxError
+from .errors import CaptureError, InfeasibleBudget, LoopError, PassError, RankMismatch, ScheduleError, ZfxError
 from .ir import Program, Schedule
 from .limits import Limits
 from .precision import Precision
@@ -19,6 +19,7 @@ __all__ = [
     "InfeasibleBudget",
     "Limits",
     "Link",
+    "LoopError",
     "PassError",
     "Precision",
     "Program",

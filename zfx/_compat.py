@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,9 +49,34 @@ def default_store() -> Any:
     return _get_default_store()
 
 
-def allow_rnn() -> Any:
-    """While active, Dynamo lets RNN modules pass by (they run as leaves; it would refuse to look at them)."""
-    return torch._dynamo.config.patch(allow_rnn=True)
+def capturing(has_rnn: bool) -> Any:
+    """While active, Dynamo watches for hooks that are registered later on, which it ignores by default, and lets RNN modules pass
+    by (they run as leaves; it would refuse to look at them)."""
+    changes = {"skip_nnmodule_hook_guards": False}
+    return torch._dynamo.config.patch({**changes, "allow_rnn": True} if has_rnn else changes)
+
+
+def explain_mixed_tensors(explain: Callable[[Any, str], Exception | None]) -> None:
+    """Have this asked for a better error where torch refuses an operation on a sharded and a plain tensor. Once a process.
+
+    Args:
+        explain: from the DTensor's mesh and torch's message to the error to raise; None: torch's own.
+    """
+    dispatcher: Any = getattr(DTensor, "_op_dispatcher", None)
+    original = getattr(dispatcher, "_try_replicate_spec_for_scalar_tensor", None)
+    if original is None:  # another torch: its own message has to do
+        return
+
+    def explained(op_call: Any, tensor: torch.Tensor, mesh: Any) -> Any:
+        try:
+            return original(op_call, tensor, mesh)
+        except RuntimeError as error:
+            better = explain(mesh, str(error))
+            if better is None:
+                raise
+            raise better from None
+
+    dispatcher._try_replicate_spec_for_scalar_tensor = explained
 
 
 def fresh_symbols_ignored(tensors: Any) -> Any:
@@ -68,6 +93,39 @@ def on_compile(start: Callable[[Any], None], end: Callable[[Any], None]) -> None
         handler.register_end_callback(end)
 
 
+def backward_accumulates() -> bool:
+    """Whether the backward that this thread runs adds to `.grad` of a parameter: `torch.autograd.grad` only returns gradients.
+
+    The node that runs is the captured graph's, below which lies `ToLocal`, or that one; below it lie the parameters.
+    """
+    node = torch._C._current_autograd_node()
+    for found in (node, *(below for below, _ in node.next_functions)) if node is not None else ():
+        if found is not None and found.name().startswith("ToLocal"):
+            leaves = [leaf for leaf, _ in found.next_functions if leaf is not None]
+            return any(torch._C._will_engine_execute_node(leaf) for leaf in leaves)
+    return True
+
+
+@contextlib.contextmanager
+def retainable_backwards() -> Iterator[None]:
+    """While active, captured backwards may run again (`retain_graph=True`): AOTAutograd gives no saved tensor's memory away."""
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
+
+
+def no_donated_buffers() -> None:
+    """Called where AOTAutograd partitions. It leaves None where it did not look for donated buffers, and takes that for some."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is not None:
+        metadata.bw_donated_idxs = []
+
+
+def profiling() -> bool:
+    """Whether a torch profiler records in this process."""
+    return torch.autograd._profiler_enabled()
+
+
 def recompile_limit() -> int:
     return torch._dynamo.config.recompile_limit
 
@@ -80,16 +138,21 @@ __all__ = [
     "_coalescing_manager",
     "_reparametrize_module",
     "all_gather_single",
-    "allow_rnn",
     "aot_autograd",
+    "backward_accumulates",
+    "capturing",
     "default_partition",
     "default_store",
     "dtensor_spec",
     "dynamo_errors",
+    "explain_mixed_tensors",
     "fresh_symbols_ignored",
     "make_dtensor",
+    "no_donated_buffers",
     "nonstrict_trace",
     "on_compile",
+    "profiling",
     "recompile_limit",
     "reduce_scatter_single",
+    "retainable_backwards",
 ]

@@ -83,6 +83,14 @@ class Agreement:
             self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.group, async_op=True), [what])
         return int(vote)
 
+    def everywhere(self, flags: Sequence[bool], description: Sequence[str]) -> list[bool]:
+        """Which of these are true on every rank. All ranks come here with as many, within an execution that they agreed on."""
+        if self.world_size == 1:
+            return list(flags)
+        vote = torch.tensor(list(flags), dtype=torch.int32, device="cpu")
+        self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.group, async_op=True), description)
+        return [bool(flag) for flag in vote.tolist()]
+
     def lost(self, error: BaseException, description: Sequence[str]) -> RankMismatch:
         """A collective of the running execution failed: find out who is gone."""
         return self._diagnose(description, f"a collective failed ({_first_line(error)})")

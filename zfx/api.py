@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import hashlib
 import inspect
 import os
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,11 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from . import dtensors
 from .agreement import digest_of
+from .aliases import check_aliases, remember_replaced
 from .blueprint import Blueprint
 from .channels import channels_for
 from .costs import CostModel, load_costs
-from .engine import MARK, Engine, Slot
+from .engine import INSIDE, MARK, Engine, Slot
+from .errors import LoopError
 from .free_memory import with_free_memory
 from .handle import Handle
 from .leaf import make_leaves
@@ -110,6 +115,8 @@ def compile(
     make_leaves(model, leaf_modules)
     if mesh is not None:
         device = _device(mesh)
+        dtensors.prepare(mesh)
+        remember_replaced(model)
         shard_parameters(model, layouts, mesh, device)
         _place_buffers(model, device)
         if channels is not None and limits.follows_free_memory:
@@ -129,6 +136,7 @@ def compile(
         base.forward,
         has_rnn=any(isinstance(m, nn.RNNBase) for m in model.modules()),
     )
+    model.__dict__[INSIDE] = False
     model.__dict__["_zfx_engine"] = engine
     model.__class__ = _subclass(base)  # type: ignore[assignment]
     return model
@@ -162,13 +170,41 @@ def _subclass(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the model's own class that calls through the engine. Made anew each time: it must not outlive the model."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if "_zfx_engine" not in self.__dict__ or self.__dict__[INSIDE]:  # made from parts of the model, or called in its function
+            return base.forward(self, *args, **kwargs)
         return self.__dict__["_zfx_engine"](self, args, kwargs)
+
+    def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["_zfx_engine"].held.values.clear()
+        base.zero_grad(self, *args, **kwargs)
+
+    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        return copy._reconstruct(self, memo, *base.__reduce_ex__(self, 4))  # type: ignore[attr-defined]
+
+    def shallow_copy(self: nn.Module) -> nn.Module:
+        return copy._reconstruct(self, None, *base.__reduce_ex__(self, 4))  # type: ignore[attr-defined]
+
+    def refused(self: nn.Module, *args: Any) -> Any:
+        raise LoopError(
+            f"a compiled model can't be pickled or shared with other processes: this rank holds shards of {base.__name__}. Save "
+            "its state with torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
+            "full_state_dict=True)), and compile in each process"
+        )
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
 
     def body(namespace: dict[str, Any]) -> None:
+        if not hasattr(base, "__deepcopy__"):
+            namespace.update(__deepcopy__=deepcopy)
+        if not hasattr(base, "__copy__"):
+            namespace.update(__copy__=shallow_copy)
+        if hasattr(base, "generate"):
+            namespace.update(generate=_generate(base))
         namespace.update(
             forward=forward,
+            zero_grad=zero_grad,
+            share_memory=refused,
+            __reduce_ex__=refused,
             zfx=property(lambda self: Handle(self, self.__dict__["_zfx_engine"])),
             __module__=base.__module__,
             __doc__=base.__doc__,
@@ -176,6 +212,19 @@ def _subclass(base: type[nn.Module]) -> type[nn.Module]:
         )
 
     return types.new_class(base.__name__, (base,), exec_body=body)
+
+
+def _generate(base: Any) -> Callable[..., Any]:
+    """transformers' `generate`, with `synced_gpus=True` where there are several ranks: whoever has its text goes on with them."""
+
+    @functools.wraps(base.generate)
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        takes_it = "synced_gpus" in inspect.signature(base.generate).parameters
+        if takes_it and kwargs.get("synced_gpus") is None and self.__dict__["_zfx_engine"].blueprint.world_size > 1:
+            kwargs["synced_gpus"] = True
+        return base.generate(self, *args, **kwargs)
+
+    return generate
 
 
 def _check_arguments(
@@ -244,6 +293,10 @@ def _check_model(model: nn.Module) -> None:
                 f"the gradient instead of all rows. Register hooks after zfx.compile, and let them work on DTensors"
             )
         params[id(param)] = name
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(f"{name!r} makes sparse gradients, which can't be reduced to shards: build it with sparse=False")
+    check_aliases(model)
     _check_optimizers(params)
 
 
@@ -254,9 +307,6 @@ def _check_real(model: nn.Module) -> None:
                 f"{name!r} is on the meta device and has no values to shard: build the model on a real device (or call "
                 "model.to_empty(device=...) and initialise it) before zfx.compile; it can be planned without a process group"
             )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ValueError(f"{name!r} makes sparse gradients, which can't be reduced to shards: build it with sparse=False")
 
 
 def _check_optimizers(params: dict[int, str]) -> None:

@@ -14,6 +14,7 @@ import torch
 from .agreement import digest_of
 from .bucket import Transfers
 from .channels import Channels
+from .held import Held
 from .ir import Schedule
 from .ops import BLUEPRINTS
 from .settings import Settings
@@ -45,6 +46,8 @@ class Blueprint:
         self.index = {name: i for i, name in enumerate(self.names)}
         self.world_size, self.settings, self.channels = world_size, settings, channels
         self.window: weakref.ref[Window] | None = None  # the engine's, where micro-batches are accumulated
+        self.held: weakref.ref[Held] | None = None  # the engine's
+        self.holds = False  # whether plans leave room for gradients that wait
         self.schedules: list[Schedule] = []
         self.read_in_backward: set[str] = set()  # parameters that the backward of some schedule reads
         self.graphs: list[dict[str, torch.fx.GraphModule]] = []
@@ -75,6 +78,18 @@ class Blueprint:
         channels = self.agree(f"all_gather {self.names[index]}")
         value = Transfers([self.layouts[index]], [False]).all_gather(channels.gathers, [shard]).wait()[0]
         return value.clone() if self.layouts[index].replicated else value  # an operator must not return its input
+
+    def held_bytes(self) -> dict[str, int]:
+        """By parameter: what is held of its gradient where it waits."""
+        return {layout.name: layout.numel * layout.held_dtype.itemsize for layout in self.layouts}
+
+    def reduce_held(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The shards of gradients that waited, and that the last backward did not complete. By index; a collective call."""
+        if not values:
+            return {}
+        channels = self.agree(f"reduction of what waited: {', '.join(self.names[i] for i in values)}")
+        transfers = Transfers([self.layouts[i].of_held() for i in values], [False] * len(values))
+        return dict(zip(values, transfers.reduce_scatter(channels.reductions, list(values.values())).wait()))
 
     def reduce_now(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """What the naive reduce_scatter does."""

@@ -141,15 +141,15 @@ class Gathering:
 class Reducing:
     """A reduction under way. Holds what the wire still reads."""
 
-    __slots__ = ("_parts", "_rank", "_transfers", "_whole")
+    __slots__ = ("_parts", "_rank", "_whole", "transfers")
 
     def __init__(
         self, transfers: Transfers, rank: int, parts: Callable[[], list[torch.Tensor]], whole: Callable[[], list[torch.Tensor]]
     ) -> None:
-        self._transfers, self._rank, self._parts, self._whole = transfers, rank, parts, whole
+        self.transfers, self._rank, self._parts, self._whole = transfers, rank, parts, whole
 
     def wait(self) -> list[torch.Tensor]:
-        return self._transfers.split(self._rank, self._parts(), self._whole())
+        return self.transfers.split(self._rank, self._parts(), self._whole())
 
 
 def _pack(members: list[int], layouts: Sequence[Layout], dtype: torch.dtype) -> Pack:

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from . import build
-from ._compat import allow_rnn, aot_autograd, dynamo_errors, recompile_limit
+from ._compat import aot_autograd, capturing, dynamo_errors, recompile_limit, retainable_backwards
 from .build import Captured, Planned
 from .errors import CaptureError, ZfxError
 from .ops import ALL_GATHER
@@ -50,6 +50,11 @@ class _Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         blueprint = self.blueprint
         _check_captured(blueprint, gm, example_inputs)
+        with retainable_backwards():
+            return self._compile(gm, example_inputs)
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        blueprint = self.blueprint
         return aot_autograd(
             fw_compiler=lambda g, _: build.compile_part(blueprint, g),
             bw_compiler=lambda g, _: build.compile_part(blueprint, g),
@@ -112,7 +117,7 @@ def explained(check: Callable[[], None], has_rnn: bool) -> Iterator[None]:
         check: raises if it knows a better reason for a failed capture.
     """
     try:
-        with allow_rnn() if has_rnn else contextlib.nullcontext():
+        with capturing(has_rnn):
             yield
     except ZfxError:
         raise

@@ -17,8 +17,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from . import build, capture
+from ._compat import backward_accumulates
 from .blueprint import Blueprint
 from .errors import CaptureError
+from .held import Held
 from .ir import Schedule
 from .leaf import copy_leaves
 from .ops import all_gather
@@ -26,6 +28,7 @@ from .shard import Layout, Owner, ToLocal
 from .window import Window
 
 MARK = "_zfx_owner"  # on every module that holds parameters: the id of the blueprint that they belong to
+INSIDE = "_zfx_inside"  # on the model: its parameters are whole values just now, so that a call of it is a call of its own forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,15 @@ class Slot:
     def of(cls, owners: Sequence[Owner]) -> Slot:
         first = owners[0]
         return cls(first.module._parameters, first.attribute, tuple((o.path, o.attribute) for o in owners))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One function of the model: as it is, over gathered parameters, and the same under torch.compile."""
+
+    function: Callable[..., Any]
+    traced: Callable[..., Any]
+    compiled: Callable[..., Any]
 
 
 class Engine:
@@ -57,8 +69,30 @@ class Engine:
         num_micro_batches = blueprint.settings.accumulate
         self.window = Window(num_micro_batches) if num_micro_batches > 1 else None
         blueprint.window = None if self.window is None else weakref.ref(self.window)
-        self.traced = self._make_traced(forward)
-        self.compiled = capture.compiled(blueprint, self.traced)
+        self.held = Held(blueprint.names, self.parameters)
+        blueprint.held = weakref.ref(self.held)
+        self._capture_anew()
+
+    def _capture_anew(self) -> None:
+        """Forget what was captured."""
+        self.main = self.entry(self.forward)
+
+    def entry(self, function: Callable[..., Any]) -> Entry:
+        """A function of the model and other arguments, to be called through the engine; its captures are its own."""
+        traced = self._make_traced(function)
+        return Entry(function, traced, capture.compiled(self.blueprint, traced))
+
+    def parameters(self) -> list[Any]:
+        """The DTensor parameters as they are now, by index."""
+        return [slot.holder[slot.key] for slot in self.slots]
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, gradients wait. Under a budget in bytes, what waits needs room, so everything is planned anew the first time."""
+        blueprint = self.blueprint
+        if blueprint.settings.limits.memory_budget is not None and not blueprint.holds:
+            blueprint.holds = True
+            self._capture_anew()
+        return self.held.waiting()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """The engine of a deep copy of the model: same plan, same ranks, its own parameters and captures. `memo` knows the copies
@@ -74,8 +108,8 @@ class Engine:
 
     # ---- the call ------------------------------------------------------------------------------------------------------
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        blueprint = self.blueprint
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry | None = None) -> Any:
+        blueprint, entry = self.blueprint, entry or self.main
         if blueprint.channels is None:
             raise RuntimeError(
                 f"this model was compiled for world_size={blueprint.world_size} without a process group: it can be planned "
@@ -84,9 +118,9 @@ class Engine:
             )
         shards = self.shards()
         if self.eager:
-            return self.traced(model, shards, args, kwargs)
+            return entry.traced(model, shards, args, kwargs)
         with capture.explained(lambda: self.check_modules(model), self.has_rnn):
-            return self.compiled(model, shards, args, kwargs)
+            return entry.compiled(model, shards, args, kwargs)
 
     def shards(self) -> list[torch.Tensor]:
         """This rank's shards as plain tensors, joined to the DTensor parameters where a gradient will be wanted."""
@@ -101,7 +135,7 @@ class Engine:
             wanted = [i for i, p in enumerate(params) if p.requires_grad]
             if wanted:
                 changed = self._refuse_changed(wanted)
-                for i, shard in zip(wanted, ToLocal.apply(changed, *[params[i] for i in wanted])):
+                for i, shard in zip(wanted, ToLocal.apply(changed, self._finish(wanted), *[params[i] for i in wanted])):
                     local[i] = shard
         return local
 
@@ -119,6 +153,19 @@ class Engine:
                 )
 
         return changed
+
+    def _finish(self, wanted: list[int]) -> Callable[[list[int]], dict[int, torch.Tensor]]:
+        blueprint, alive = self.blueprint, weakref.ref(self.held)
+
+        def finish(indices: list[int]) -> dict[int, torch.Tensor]:
+            """At the end of a backward: the reduced gradients of those that waited and that it did not complete itself."""
+            held = alive()
+            if held is None or held.depth or not held.values or not backward_accumulates():
+                return {}
+            found = blueprint.reduce_held(held.take([wanted[i] for i in indices]))
+            return {i: found[wanted[i]] for i in indices if wanted[i] in found}
+
+        return finish
 
     def check_modules(self, model: nn.Module) -> None:
         """Refuse a model whose modules are not those that were compiled. Asked only when a capture has failed.
@@ -162,10 +209,12 @@ class Engine:
                     holder = module._parameters
                     swapped.append((holder, key, holder[key]))
                     holder[key] = value
+            setattr(model, INSIDE, True)
             try:
                 args, kwargs = precision.cast_arguments((args, kwargs))
                 return precision.cast_output(forward(model, *args, **kwargs))
             finally:
+                setattr(model, INSIDE, False)
                 for holder, key, before in swapped:
                     holder[key] = before
 
@@ -203,13 +252,13 @@ class Engine:
     def _trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with capture.explained(lambda: self.check_modules(model), self.has_rnn):
             if self.blueprint.channels is not None:
-                self.compiled(model, self.shards(), args, kwargs)
+                self.main.compiled(model, self.shards(), args, kwargs)
                 return
             params = [slot.holder[slot.key] for slot in self.slots]
             shards = [_example_shard(layout, param) for layout, param in zip(self.blueprint.layouts, params)]
             args, kwargs = tree_map_only(torch.Tensor, _stand_in, (args, kwargs))
             with _meta_replaced(model):
-                self.compiled(model, shards, args, kwargs)
+                self.main.compiled(model, shards, args, kwargs)
 
 
 def _example_shard(layout: Layout, param: torch.Tensor) -> torch.Tensor:
