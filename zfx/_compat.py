@@ -56,29 +56,6 @@ def capturing(has_rnn: bool) -> Any:
     return torch._dynamo.config.patch({**changes, "allow_rnn": True} if has_rnn else changes)
 
 
-def explain_mixed_tensors(explain: Callable[[Any, str], Exception | None]) -> None:
-    """Have this asked for a better error where torch refuses an operation on a sharded and a plain tensor. Once a process.
-
-    Args:
-        explain: from the DTensor's mesh and torch's message to the error to raise; None: torch's own.
-    """
-    dispatcher: Any = getattr(DTensor, "_op_dispatcher", None)
-    original = getattr(dispatcher, "_try_replicate_spec_for_scalar_tensor", None)
-    if original is None:  # another torch: its own message has to do
-        return
-
-    def explained(op_call: Any, tensor: torch.Tensor, mesh: Any) -> Any:
-        try:
-            return original(op_call, tensor, mesh)
-        except RuntimeError as error:
-            better = explain(mesh, str(error))
-            if better is None:
-                raise
-            raise better from None
-
-    dispatcher._try_replicate_spec_for_scalar_tensor = explained
-
-
 def fresh_symbols_ignored(tensors: Any) -> Any:
     """While active, data-dependent sizes that come up on these fake tensors need not appear in any output."""
     shape_env = next((t.fake_mode.shape_env for t in tensors if hasattr(t, "fake_mode")), None)
@@ -114,7 +91,7 @@ def retainable_backwards() -> Iterator[None]:
 
 
 def no_donated_buffers() -> None:
-    """Called where AOTAutograd partitions. It leaves None where it did not look for donated buffers, and takes that for some."""
+    """Called where AOTAutograd compiles a forward. Having looked for no donated buffers it leaves None, which it takes for some."""
     context = torch._guards.TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     if metadata is not None:
@@ -145,7 +122,6 @@ __all__ = [
     "default_store",
     "dtensor_spec",
     "dynamo_errors",
-    "explain_mixed_tensors",
     "fresh_symbols_ignored",
     "make_dtensor",
     "no_donated_buffers",

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from . import dtensors
 from .agreement import digest_of
 from .aliases import check_aliases, remember_replaced
 from .blueprint import Blueprint
 from .channels import channels_for
 from .costs import CostModel, load_costs
+from .dtensors import explained_methods, learn_operators
 from .engine import INSIDE, MARK, Engine, Slot
 from .errors import LoopError
 from .free_memory import with_free_memory
@@ -115,7 +115,7 @@ def compile(
     make_leaves(model, leaf_modules)
     if mesh is not None:
         device = _device(mesh)
-        dtensors.prepare(mesh)
+        learn_operators()
         remember_replaced(model)
         shard_parameters(model, layouts, mesh, device)
         _place_buffers(model, device)
@@ -200,6 +200,7 @@ def _subclass(base: type[nn.Module]) -> type[nn.Module]:
             namespace.update(__copy__=shallow_copy)
         if hasattr(base, "generate"):
             namespace.update(generate=_generate(base))
+        namespace.update(explained_methods(base))
         namespace.update(
             forward=forward,
             zero_grad=zero_grad,

@@ -17,6 +17,7 @@ from .channels import Channels
 from .held import Held
 from .ir import Schedule
 from .ops import BLUEPRINTS
+from .recapture import Signature
 from .settings import Settings
 from .shard import Layout
 from .window import Window
@@ -51,6 +52,7 @@ class Blueprint:
         self.schedules: list[Schedule] = []
         self.read_in_backward: set[str] = set()  # parameters that the backward of some schedule reads
         self.graphs: list[dict[str, torch.fx.GraphModule]] = []
+        self.captured: list[Signature] = []
         self.id = next(_ids)
         BLUEPRINTS[self.id] = self
 

@@ -172,7 +172,15 @@ class Engine:
 
         Raises:
             ValueError: a module was replaced or removed.
+            CaptureError: one has a backward hook.
         """
+        for path, module in model.named_modules():
+            if module is not model and (module._backward_hooks or module._backward_pre_hooks):
+                raise CaptureError(
+                    f"the module {path!r} has a backward hook, which Dynamo does not trace",
+                    advice="hook a tensor in forward (output.register_hook(...)), a parameter, or the outermost module; or name a "
+                    "module around this one in zfx.compile(..., leaf_modules=[...]): it runs eagerly, hooks and all",
+                )
         for layout, slot in zip(self.blueprint.layouts, self.slots):
             for path, _ in slot.places:
                 module = dict(model.named_modules(remove_duplicate=False)).get(path)

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from . import build
-from ._compat import CheckpointPolicy, default_partition, no_donated_buffers
+from ._compat import CheckpointPolicy, default_partition
 from .errors import CaptureError
 from .ops import ALL_GATHER, REDUCE_SCATTER
 from .passes.nodes import KEPT
@@ -32,7 +32,6 @@ _CLOSURE_REGION = 2**60
 
 def partition(blueprint: Blueprint, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split, plan, and split again if the plan keeps anything."""
-    no_donated_buffers()
     _refuse_sparse(blueprint, joint)
     gathers = _tag_closure(joint)
     forward, backward = default_partition(joint, inputs, **options)
