@@ -91,9 +91,12 @@ def _check_outside(model: nn.Module) -> None:
 def _outside(model: nn.Module) -> Iterator[tuple[str, str]]:
     """(parameter, class of a module that holds it and is not one of the model's)."""
     inside = {id(module) for module in model.modules()}
+    dicts = {id(module._parameters) for module in model.modules()}  # shallow copies of a module share it, and see the shards
     names = {id(param): owners[0].name for param, owners in unique_parameters(model)}
     for thing in gc.get_objects():
-        if issubclass(type(thing), nn.Module) and id(thing) not in inside:
-            for param in (thing.__dict__.get("_parameters") or {}).values():
-                if param is not None and id(param) in names:
-                    yield names[id(param)], type(thing).__name__
+        if not issubclass(type(thing), nn.Module) or id(thing) in inside:
+            continue
+        params = thing.__dict__.get("_parameters") or {}
+        for param in params.values() if id(params) not in dicts else ():
+            if param is not None and id(param) in names:
+                yield names[id(param)], type(thing).__name__

@@ -161,7 +161,7 @@ class _Backwards:
         schedule = derive(blueprint.schedules[number], blueprint.held_bytes())
         verify(schedule)
         (new,) = blueprint.add([schedule])
-        blueprint.graphs[new]["forward"] = blueprint.graphs[number]["forward"]
+        blueprint.graphs[new].update((k, g) for k, g in blueprint.graphs[number].items() if k == "forward")
         return _runs(_lowered(blueprint, self.gm, new, "backward", mode))
 
 

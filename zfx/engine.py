@@ -69,7 +69,8 @@ class Engine:
         num_micro_batches = blueprint.settings.accumulate
         self.window = Window(num_micro_batches) if num_micro_batches > 1 else None
         blueprint.window = None if self.window is None else weakref.ref(self.window)
-        self.held = Held(blueprint.names, self.parameters)
+        held_by = self.slots  # not by the engine: a cycle would keep its parameters alive until they are collected
+        self.held = Held(blueprint.names, lambda: [slot.holder[slot.key] for slot in held_by])
         blueprint.held = weakref.ref(self.held)
         self._capture_anew()
 
@@ -81,10 +82,6 @@ class Engine:
         """A function of the model and other arguments, to be called through the engine; its captures are its own."""
         traced = self._make_traced(function)
         return Entry(function, traced, capture.compiled(self.blueprint, traced))
-
-    def parameters(self) -> list[Any]:
-        """The DTensor parameters as they are now, by index."""
-        return [slot.holder[slot.key] for slot in self.slots]
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, gradients wait. Under a budget in bytes, what waits needs room, so everything is planned anew the first time."""

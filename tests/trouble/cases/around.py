@@ -84,7 +84,7 @@ def step_while_gradients_wait():
 
 
 @case("retain_graph_changing_lengths", kind="around", refs=[],
-      symptom="backward(retain_graph=True) is refused once lengths changed ('donated buffers'), or what a second one needs is freed",
+      symptom="backward(retain_graph=True) is refused once lengths changed, or what a second one needs is freed",
       why="a saved tensor may be given away only if no second backward can come")
 def retain_graph_changing_lengths():
     def make(rank, mb):
