@@ -24,7 +24,7 @@ from .blueprint import Blueprint
 from .channels import channels_for
 from .costs import CostModel, load_costs
 from .dtensors import explained_methods, learn_operators
-from .engine import INSIDE, MARK, Engine, Slot
+from .engine import MARK, Engine, Slot, is_gathered
 from .errors import LoopError
 from .free_memory import with_free_memory
 from .handle import Handle
@@ -136,9 +136,8 @@ def compile(
         base.forward,
         has_rnn=any(isinstance(m, nn.RNNBase) for m in model.modules()),
     )
-    model.__dict__[INSIDE] = False
     model.__dict__["_zfx_engine"] = engine
-    model.__class__ = _subclass(base)  # type: ignore[assignment]
+    model.__class__ = _subclass(base, slots[0].places[0] if slots else None)  # type: ignore[assignment]
     return model
 
 
@@ -166,11 +165,15 @@ def _fingerprint(name: str, param: torch.Tensor) -> str:
     )
 
 
-def _subclass(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the model's own class that calls through the engine. Made anew each time: it must not outlive the model."""
+def _subclass(base: type[nn.Module], place: tuple[str, str] | None) -> type[nn.Module]:
+    """A subclass of the model's own class that calls through the engine. Made anew each time: it must not outlive the model.
+
+    Args:
+        place: module path and name of one of its parameters, if it has any.
+    """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if "_zfx_engine" not in self.__dict__ or self.__dict__[INSIDE]:  # made from parts of the model, or called in its function
+        if "_zfx_engine" not in self.__dict__ or is_gathered(self, place):  # made from parts of it, or called in its function
             return base.forward(self, *args, **kwargs)
         return self.__dict__["_zfx_engine"](self, args, kwargs)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from . import build, capture
@@ -28,7 +29,6 @@ from .shard import Layout, Owner, ToLocal
 from .window import Window
 
 MARK = "_zfx_owner"  # on every module that holds parameters: the id of the blueprint that they belong to
-INSIDE = "_zfx_inside"  # on the model: its parameters are whole values just now, so that a call of it is a call of its own forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,18 @@ class Entry:
     function: Callable[..., Any]
     traced: Callable[..., Any]
     compiled: Callable[..., Any]
+
+
+def is_gathered(model: nn.Module, place: tuple[str, str] | None) -> bool:
+    """Whether the parameter at this place is a whole value just now: a call of the model is then one inside its own captured code,
+    and means its own forward. Not a flag on the model: where forward hooks a tensor, Dynamo leaves one set."""
+    if place is None:
+        return torch.compiler.is_compiling()
+    module: nn.Module | None = model
+    for name in place[0].split(".") if place[0] else ():
+        module = module._modules.get(name) if module is not None else None
+    value = None if module is None else module._parameters.get(place[1])
+    return value is not None and not isinstance(value, nn.Parameter) and not isinstance(value, DTensor)
 
 
 class Engine:
@@ -214,12 +226,10 @@ class Engine:
                     holder = module._parameters
                     swapped.append((holder, key, holder[key]))
                     holder[key] = value
-            setattr(model, INSIDE, True)
             try:
                 args, kwargs = precision.cast_arguments((args, kwargs))
                 return precision.cast_output(forward(model, *args, **kwargs))
             finally:
-                setattr(model, INSIDE, False)
                 for holder, key, before in swapped:
                     holder[key] = before
 

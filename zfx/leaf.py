@@ -239,7 +239,12 @@ def _(params: Any, buffers: Any, inputs: Any, needs: Any, site: int) -> list[tor
     try:
         with fresh_symbols_ignored((*params, *inputs)):
             outputs = _run(where, params, [b.clone() for b in buffers], inputs)
-    except Exception:  # whatever a module that looks at data runs into on tensors without data
+    except Exception as error:  # whatever a module that looks at data runs into on tensors without data
+        if isinstance(_leaves[where.leaf_id], nn.RNNBase) and any(enabled for _, _, enabled in where.autocast):
+            raise CaptureError(
+                f"{type(_leaves[where.leaf_id]).__name__} is called under autocast, which torch can't trace",
+                advice="wrap its call in torch.autocast(..., enabled=False) and cast its input there",
+            ) from error
         like = next((t for t in inputs if t.is_floating_point()), None)
         if like is None:
             raise

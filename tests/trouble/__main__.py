@@ -1,4 +1,4 @@
-"""`python -m tests.trouble [--world 2] [--limits released|default] [--engine zfx|fsdp2] [--write FILE] [CASE ...]`: how they end."""
+"""`python -m tests.trouble [--world 2] [--limits released|default] [--engine zfx|fsdp2] [--write FILE] [CASE ...]`: a table."""
 
 from __future__ import annotations
 

@@ -418,6 +418,36 @@ def leaf_with_unused_experts():
         none_grads=("moe.experts.2.weight", "moe.experts.2.bias"))
 
 
+@case("leaf_under_autocast", kind="around", refs=[],
+      symptom="autocast does not reach into code that runs eagerly, or its cache outlives the weights",
+      why="a leaf runs twice, outside of the region that it was called in")
+def leaf_under_autocast():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.lin(x * float(x.detach().abs().max() > 0))
+
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inp, self.rows, self.head = nn.Linear(3, 4), Rows(), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.rows(torch.tanh(self.inp(x)))).float()
+
+    def train(model, b, scale):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(b["x"])
+        loss = (out - b["y"]).square().mean()
+        (loss * scale).backward()
+        return loss.detach()
+    return factory(M, dtype=torch.float32), reg_batch(3, 2, dtype=torch.float32), mse, dict(
+        train_step=train, optimizer=plain_sgd, leaf_modules=lambda m: [m.rows]), match(tol=2e-2)
+
+
 @case("lstm_under_autocast", kind="around", refs=[],
       symptom="autocast does not reach into code that runs eagerly, or its cache outlives the weights",
       why="a leaf runs twice, outside of the region that it was called in")
@@ -435,4 +465,5 @@ def lstm_under_autocast():
     def make(rank, mb):
         g = gen(rank, mb)
         return dict(x=rnd(g, 3, 4, 3, dtype=torch.float32), y=rnd(g, 3, 2, dtype=torch.float32))
-    return factory(M, dtype=torch.float32), make, mse, dict(optimizer=plain_sgd), match(tol=2e-2)
+    return factory(M, dtype=torch.float32), make, mse, dict(optimizer=plain_sgd), either(
+        "match, or an error that says how to call it", ["autocast"], tol=2e-2)
