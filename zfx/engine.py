@@ -23,7 +23,7 @@ from .blueprint import Blueprint
 from .errors import CaptureError
 from .held import Held
 from .ir import Schedule
-from .leaf import copy_leaves
+from .leaf import copy_leaves, raise_failure
 from .ops import all_gather
 from .shard import Layout, Owner, ToLocal
 from .window import Window
@@ -108,6 +108,8 @@ class Engine:
         of the dicts that hold the parameters, since a module's engine comes last in its `__dict__`."""
         copy_leaves([m for m in memo.values() if isinstance(m, nn.Module)])
         slots = [replace(slot, holder=memo[id(slot.holder)]) for slot in self.slots]
+        for slot in slots:
+            slot.holder[slot.key].grad = None  # deepcopy gives a plain parameter none, but a DTensor its own's
         blueprint = self.blueprint.again()
         for copied in memo.values():
             attributes = copied.__dict__ if isinstance(copied, nn.Module) else copied  # the outermost's are not in place yet
@@ -181,8 +183,9 @@ class Engine:
 
         Raises:
             ValueError: a module was replaced or removed.
-            CaptureError: one has a backward hook.
+            CaptureError: one has a backward hook, or a leaf knows the reason.
         """
+        raise_failure()
         for path, module in model.named_modules():
             if module is not model and (module._backward_hooks or module._backward_pre_hooks):
                 raise CaptureError(

@@ -72,6 +72,14 @@ def make_leaves(model: nn.Module, leaf_modules: Sequence[type[nn.Module] | nn.Mo
         _make_leaf(module)
 
 
+def raise_failure() -> None:
+    """Called when a capture has failed: raise what a leaf said of it, if one did."""
+    if _failures:
+        failure = _failures[-1]
+        _failures.clear()
+        raise failure
+
+
 def _make_leaf(module: nn.Module) -> None:
     base = type(module)
     _register(module)
@@ -127,6 +135,7 @@ class _Site:
 
 
 _sites: dict[int, _Site] = {}
+_failures: list[CaptureError] = []  # raised while Dynamo traced, which says something else of it
 _site_ids = itertools.count()
 
 
@@ -241,10 +250,12 @@ def _(params: Any, buffers: Any, inputs: Any, needs: Any, site: int) -> list[tor
             outputs = _run(where, params, [b.clone() for b in buffers], inputs)
     except Exception as error:  # whatever a module that looks at data runs into on tensors without data
         if isinstance(_leaves[where.leaf_id], nn.RNNBase) and any(enabled for _, _, enabled in where.autocast):
-            raise CaptureError(
+            failure = CaptureError(
                 f"{type(_leaves[where.leaf_id]).__name__} is called under autocast, which torch can't trace",
                 advice="wrap its call in torch.autocast(..., enabled=False) and cast its input there",
-            ) from error
+            )
+            _failures.append(failure)
+            raise failure from error
         like = next((t for t in inputs if t.is_floating_point()), None)
         if like is None:
             raise

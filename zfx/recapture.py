@@ -17,7 +17,8 @@ class Signature:
     """What a capture was made for, as far as one can see from its inputs.
 
     Attributes:
-        inputs: of the captured graph, parameters' shards among them: shape, dtype, and whether a gradient is wanted.
+        inputs: the tensors that the captured graph reads, parameters' shards among them: shape, dtype, and whether a gradient is
+            wanted.
     """
 
     grad: bool
@@ -25,12 +26,10 @@ class Signature:
 
     @classmethod
     def of(cls, inputs: Sequence[Any]) -> Signature:
-        return cls(torch.is_grad_enabled(), tuple(_described(value) for value in inputs))
+        return cls(torch.is_grad_enabled(), tuple(_described(value) for value in inputs if isinstance(value, torch.Tensor)))
 
 
-def _described(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
+def _described(value: torch.Tensor) -> str:
     shape = ", ".join(str(size) for size in value.shape)
     return f"[{shape}] {str(value.dtype).removeprefix('torch.')}" + (" with a gradient" if value.requires_grad else "")
 
