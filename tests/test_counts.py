@@ -98,6 +98,17 @@ def counts() -> dict[str, tuple[int, int]]:
         model = zfx.compile(tied, limits=zfx.Limits(**RELEASED))
         model(x).sum().backward()
         found["all tied"] = counter.take()
+        limits = zfx.Limits(max_live_parameters=2 * DIM * DIM, param_persistence_threshold=0)
+        model = zfx.compile(Chain(), limits=limits, accumulate=3)
+        for _ in range(2):
+            counter.take()
+            with model.zfx.no_sync():
+                model(x).sum().backward()
+                model(x).sum().backward()
+            model(x).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+        found["three micro-batches, of which two wait"] = counter.take()
     return found
 
 
@@ -113,6 +124,8 @@ def test_each_block_is_gathered_and_reduced_as_often_as_the_limits_call_for() ->
         assert found["all frozen"] == (2 * N - 1, 0)
         assert found["all frozen, and no input wants a gradient"] == (N, 0)
         assert found["all tied"][1] == 1
+        # as many as without no_sync: what is carried from one to the next is carried here too
+        assert found["three micro-batches, of which two wait"] == (N + (2 * 3 - 1) * (N - 2), N)
 
 
 def lora() -> dict[str, Any]:

@@ -141,7 +141,7 @@ class Engine:
         except AttributeError:
             raise self._foreign(params) from None
         if self.window is not None:
-            self.window.enter(params)
+            self.window.enter(params, waiting=bool(self.held.values))
         if torch.is_grad_enabled():
             wanted = [i for i, p in enumerate(params) if p.requires_grad]
             if wanted:

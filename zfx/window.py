@@ -38,11 +38,15 @@ class Window:
         self._names: tuple[str, ...] = ()
         self._values: list[torch.Tensor] = []
 
-    def enter(self, params: Sequence[Any]) -> None:
+    def enter(self, params: Sequence[Any], waiting: bool) -> None:
         """A call begins with these DTensor parameters. A new window starts if one was changed since the last call, or if gradients
-        of an earlier micro-batch were there and are gone: whoever clears them is done with that window."""
+        of an earlier micro-batch were there and are gone: whoever clears them is done with that window.
+
+        Args:
+            waiting: gradients of an earlier micro-batch are there, but not in `.grad` yet.
+        """
         versions = [version(p) for p in params]
-        cleared = self._num_backwards > 0 and all(p.grad is None for p in params)
+        cleared = self._num_backwards > 0 and not waiting and all(p.grad is None for p in params)
         if cleared or versions != self._versions:
             self._restart()
             self._versions = versions

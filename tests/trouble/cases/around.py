@@ -379,6 +379,14 @@ def foreach_norms_and_schedulers():
     return factory(lambda: mlp(4, 6, 2)), reg_batch(4, 2), mse, dict(optimizer=opt, after_backward=after, between=between), match()
 
 
+@case("fused_adamw", kind="around", refs=[],
+      symptom="a fused kernel steps padding, or is refused for DTensors",
+      why="it walks over the local storages of all parameters at once")
+def fused_adamw():
+    return factory(lambda: mlp(5, 7, 3)), reg_batch(5, 3), mse, dict(
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.02, fused=True), clip_norm=0.5), match()
+
+
 @case("adafactor", kind="around", refs=[],
       symptom="factored second moments over row shards",
       why="rows and columns are averaged over the whole matrix")
