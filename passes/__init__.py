@@ -10,6 +10,7 @@ The life of a plan, in order. Each entry is one file, and its docstring states t
     wait.py      wait_reductions     where each reduction is waited for
     place.py     launch_late         each gather as late as time allows: less memory
     choose.py    choose_fastest      never slower than a simple rule (baselines.py)
+    slack.py     add_slack           earlier than needed, where that costs no memory
     lower.py     `Schedule` -> graphs with collectives                               (needs torch; not imported here)
 
     demand.py    gather_on_demand    the schedule that holds least: where lists of one's own may begin
@@ -19,8 +20,6 @@ The life of a plan, in order. Each entry is one file, and its docstring states t
     select.py, partition.py              what to hold on to; how to cut a row into buckets
     window.py                            the micro-batches between two optimizer steps
     duration.py, nodes.py                what extract.py and lower.py ask of a captured node   (need torch)
-    view.py                              what may depend on a rank's own data, and what may not
-    select.py, partition.py              what to hold on to; how to cut a row into buckets
 
 The contract of a planning pass: `Schedule -> Schedule`, pure; program, limits and costs are in the schedule. From the
 first one on, *every* schedule between two passes is complete and passes the verifier: a pass only ever replaces a
@@ -42,6 +41,7 @@ from .gather import bucket_gathers
 from .keep import keep_parameters
 from .place import launch_early, launch_late
 from .reduce import bucket_reductions
+from .slack import add_slack
 from .wait import wait_reductions
 
 Pass = Callable[[Schedule], Schedule]
@@ -56,6 +56,7 @@ PIPELINE: tuple[Pass, ...] = (
     launch_late,
     wait_reductions,
     choose_fastest,
+    add_slack,
 )
 
 

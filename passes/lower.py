@@ -219,6 +219,22 @@ class _Lowering:
     def _emit_wait_reduce(self, instruction: Instruction) -> None:
         bucket = self._bucket(instruction)
         reduced = self._call("wait_reduce", (self.plan, self.pending.pop(bucket.index)), f"reduced_{bucket.index}")
+        if self.part.schedule.program.replicas > 1:
+            self.pending[bucket.index] = reduced
+        else:
+            self._name_gradients(bucket, reduced)
+
+    def _emit_all_reduce(self, instruction: Instruction) -> None:
+        bucket = self._bucket(instruction)
+        parts = self.pending[bucket.index]
+        self.pending[bucket.index] = self._call("all_reduce", (self.plan, bucket.index, parts), f"across_{bucket.index}")
+
+    def _emit_wait_all_reduce(self, instruction: Instruction) -> None:
+        bucket = self._bucket(instruction)
+        across = self.pending.pop(bucket.index)
+        self._name_gradients(bucket, self._call("wait_all_reduce", (self.plan, across), f"averaged_{bucket.index}"))
+
+    def _name_gradients(self, bucket: Bucket, reduced: fx.Node) -> None:
         for i, name in enumerate(bucket.parameters):
             node = self.graph.create_node("call_function", operator.getitem, (reduced, i), name=_identifier(f"{name}.grad"))
             node.meta.update(self.gradient_nodes[name].meta)

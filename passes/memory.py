@@ -13,7 +13,6 @@ end of step p. A packing buffer counts in `during` of the point where it is wait
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,7 +20,7 @@ from math import inf
 
 from zfx.ir import Parameter
 
-from .timeline import Reduction, Timeline, completions_of
+from .timeline import Timeline, completions_of, reduction_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +66,20 @@ def _held(timeline: Timeline, size: Callable[[Parameter], int]) -> Profile:
 
 
 def gradient_bytes(timeline: Timeline) -> Profile:
-    """Bytes of unreduced gradients, and of what arrives from the other ranks while a reduction is in flight."""
-    launched: dict[int, list[Reduction]] = defaultdict(list)
-    waited: dict[int, int] = defaultdict(int)
-    for reduction in timeline.reductions:
-        launched[reduction.launch].append(reduction)
-        if reduction.wait > reduction.launch:
-            waited[reduction.wait] += 2 * reduction.num_bytes
+    """Bytes of unreduced gradients, and of what arrives from the other ranks while a reduction or an all-reduce is in flight."""
+    events, reductions = reduction_events(timeline), timeline.reductions
     completed = [sum(p.grad_bytes for p in gradients) for gradients in completions_of(timeline.program)]
     before, during, held = [], [], 0
     for point in range(len(completed) + 1):
         peak = held
-        held -= waited[point]
-        for reduction in launched[point]:
-            held += reduction.num_bytes
+        for kind, number in events.get(point, ()):
+            if kind == "reduce_scatter":
+                held += reductions[number].num_bytes
+            elif kind == "wait_reduce":
+                held -= 2 * reductions[number].num_bytes
+            else:
+                held += reductions[number].across_bytes if kind == "all_reduce" else -reductions[number].across_bytes
             peak = max(peak, held)
-            if reduction.wait == point:
-                held -= 2 * reduction.num_bytes
         before.append(peak)
         if point < len(completed):
             held += completed[point]

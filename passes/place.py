@@ -19,7 +19,7 @@ from dataclasses import replace
 from zfx.ir import Schedule
 
 from .memory import bytes_left, element_room, gathered_bytes, gathered_elements, gradient_bytes
-from .timeline import Gather, Timeline, read, turn_of, with_launches, write
+from .timeline import Event, Gather, Timeline, read, reduction_events, turn_of, with_launches, write
 from .timing import simulate
 from .view import actual_us
 
@@ -132,8 +132,14 @@ def launch_late(schedule: Schedule) -> Schedule:
     O(steps + gathers * log(steps)).
     Reference: Hutchinson, Sanders, Vitter, *Duality between prefetching and queued writing with parallel disks*, 2005.
     """
-    timeline, durations_us = read(schedule), actual_us(schedule.program)
+    timeline = read(schedule)
+    return write(with_launches(timeline, latest_launches(timeline)))
+
+
+def latest_launches(timeline: Timeline) -> list[int]:
+    """The point of each gather's launch in `launch_late`."""
     program, costs, gathers = timeline.program, timeline.program.costs, timeline.gathers
+    durations_us = actual_us(program)
     times = simulate(timeline, durations_us)
     deadline = times.finish_us * (1 + 1e-9)
     reductions = _ReductionTails(timeline)
@@ -141,7 +147,7 @@ def launch_late(schedule: Schedule) -> Schedule:
     moved: dict[int, list[float]] = defaultdict(list)  # by launch point: transfer and tail of the gathers moved there
     index, latest = len(gathers), len(program.steps)
     queue_tail = 0.0  # the longest path from the start of the next transfer in the queue to the finish
-    tail = 0.0  # the longest path from compute, here, to the finish
+    tail = reductions.pass_point(len(program.steps) + 1, 0.0)  # the longest path from compute, here, to the finish
     for point in range(len(program.steps), -1, -1):
         if point < len(program.steps):
             tail += durations_us[point]
@@ -156,7 +162,7 @@ def launch_late(schedule: Schedule) -> Schedule:
         if point in moved:
             tail = max(tail, *moved[point])
         tail = reductions.pass_point(point, tail)
-    return write(with_launches(timeline, launches))
+    return launches
 
 
 class _ReductionTails:
@@ -164,30 +170,24 @@ class _ReductionTails:
 
     def __init__(self, timeline: Timeline) -> None:
         self._costs, self._reductions = timeline.program.costs, timeline.reductions
-        self._launched = self._waited = len(timeline.reductions)
-        self._ends = [0.0] * len(timeline.reductions)  # the longest path from the end of each to the finish
-        self._queue_tail = 0.0
+        self._events = reduction_events(timeline)
+        self._ends: dict[Event, float] = {}  # the longest path from where each is waited for to the finish
+        self._queue_tails = {"reduce_scatter": 0.0, "all_reduce": 0.0}
 
     def pass_point(self, point: int, tail: float) -> float:
         """From the tail of compute after this point's reductions to the tail before them."""
-        reductions = self._reductions
-        while self._launched and reductions[self._launched - 1].launch == point:
-            self._launched -= 1
-            tail = self._pass_waits(point, point, tail)
-            end = max(self._ends[self._launched], self._queue_tail)
-            num_bytes = reductions[self._launched].num_bytes
-            self._queue_tail = self._costs.reduce_us(num_bytes) + end
-            tail = self._costs.busy_us(num_bytes) + max(tail, self._queue_tail)
-        return self._pass_waits(point, -1, tail)
-
-    def _pass_waits(self, point: int, launch: int, tail: float) -> float:
-        """What is waited for at this point: those launched here too (one at a time), or those launched before."""
-        while self._waited and self._reductions[self._waited - 1].wait == point:
-            index = self._waited - 1
-            if (launch >= 0) != (self._reductions[index].launch == point) or (launch >= 0 and index != self._launched):
-                break
-            self._waited -= 1
-            self._ends[index] = tail
+        costs = self._costs
+        for kind, number in reversed(self._events.get(point, ())):
+            if kind in ("wait_reduce", "wait_all_reduce"):
+                self._ends[kind, number] = tail
+                continue
+            reduction = self._reductions[number]
+            if kind == "reduce_scatter":
+                num_bytes, wait = reduction.num_bytes, self._ends["wait_reduce", number]
+                took_us = costs.reduce_us(num_bytes)
+            else:
+                num_bytes, wait = reduction.across_bytes, self._ends["wait_all_reduce", number]
+                took_us = costs.all_reduce_us(num_bytes)
+            self._queue_tails[kind] = took_us + max(wait, self._queue_tails[kind])
+            tail = costs.busy_us(num_bytes) + max(tail, self._queue_tails[kind])
         return tail
-
-

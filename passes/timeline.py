@@ -60,16 +60,30 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Gradients whose reduction is launched together at point `launch` and waited for at point `wait`."""
+    """Gradients whose reduction is launched together at point `launch` and waited for at point `wait`.
+
+    Where there are replicas, its all-reduce over them is launched right after that wait, and waited for at point `done`. If that
+    is the same point, nothing comes between; `len(steps) + 1` is after everything else that happens after the last step.
+    """
 
     members: tuple[Parameter, ...]
     launch: int
     wait: int
+    done: int
     packed: tuple[Parameter, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         return sum(p.grad_bytes for p in self.members)
+
+    @property
+    def across_bytes(self) -> int:
+        return sum(p.across_bytes for p in self.members)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that it holds once it is launched: gradients and what arrives for them, or what the all-reduce brings."""
+        return max(2 * self.num_bytes, self.across_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +142,7 @@ def read(schedule: Schedule) -> Timeline:
     num_steps = len(program.steps)
     launches: dict[int, int] = {}
     waits: dict[int, int] = {}
+    done = _done(schedule)
     arrives = program.window in ("middle", "last")
     owner: dict[str, int | None] = dict.fromkeys(schedule.carried) if arrives else {}  # name -> the bucket that brought it
     carried = tuple(owner)
@@ -139,7 +154,7 @@ def read(schedule: Schedule) -> Timeline:
             launches[instruction.bucket] = instruction.point
             if instruction.kind == "all_gather":
                 owner.update(dict.fromkeys(instruction.parameters, instruction.bucket))
-        else:
+        elif instruction.kind in ("wait", "wait_reduce"):
             waits[instruction.bucket] = instruction.point
     gathers, reductions = [], []
     for bucket in schedule.buckets:
@@ -152,9 +167,45 @@ def read(schedule: Schedule) -> Timeline:
             gathers.append(Gather(tuple(members), launch, wait, tuple(i for i in members if i.parameter.name in packed)))
         else:
             gradients = tuple(parameters[name] for name in bucket.parameters)
-            reductions.append(Reduction(gradients, launch, wait, tuple(p for p in gradients if p.name in packed)))
+            small = tuple(p for p in gradients if p.name in packed)
+            reductions.append(Reduction(gradients, launch, wait, done.get(bucket.index, wait), small))
     held = tuple(Interval(parameters[name], reads[name][0], last.get((None, name), num_steps)) for name in carried)
     return Timeline(program, schedule.limits, tuple(gathers), tuple(reductions), held)
+
+
+def _done(schedule: Schedule) -> dict[int | None, int]:
+    """`Reduction.done` by bucket: behind everything else that happens after the last step, or where it stands."""
+    others, found = -1, dict[int | None, int]()
+    num_steps = len(schedule.program.steps)
+    for place, instruction in enumerate(schedule.instructions):
+        if instruction.kind != "wait_all_reduce":
+            others = place
+    for place, instruction in enumerate(schedule.instructions):
+        if instruction.kind == "wait_all_reduce":
+            last = instruction.point == num_steps and place > others
+            found[instruction.bucket] = num_steps + 1 if last else instruction.point
+    return found
+
+
+Event = tuple[Kind, int]  # an instruction, and the number of the reduction that it is for
+
+
+def reduction_events(timeline: Timeline) -> dict[int, list[Event]]:
+    """What happens to reductions at each point, in order; at `len(steps) + 1` what comes last of all. See `write`."""
+    sections: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    across = timeline.program.replicas > 1
+    for number, reduction in enumerate(timeline.reductions):
+        launch, wait, done = reduction.launch, reduction.wait, reduction.done
+        sections[launch, 2].append(("reduce_scatter", number))
+        section = sections[wait, 2 if wait == launch else 1]
+        section.append(("wait_reduce", number))
+        if across:
+            section.append(("all_reduce", number))
+            (section if done == wait else sections[done, 0]).append(("wait_all_reduce", number))
+    found: dict[int, list[Event]] = defaultdict(list)
+    for point, section_number in sorted(sections):
+        found[point] += sections[point, section_number]
+    return found
 
 
 def write(timeline: Timeline) -> Schedule:
@@ -165,7 +216,9 @@ def write(timeline: Timeline) -> Schedule:
         release  ->  wait_reduce  ->  reduce_scatter (each with its wait_reduce, if that is due here)  ->  all_gather  ->  wait
 
     `release` stands before `wait_reduce` because it never blocks; launches stand before `wait` so that the next
-    bucket is in the queue while this one is waited for.
+    bucket is in the queue while this one is waited for. With replicas, `all_reduce` follows on its `wait_reduce`, and so does its
+    `wait_all_reduce` if that is due here; one that was launched at an earlier point is waited for right after the releases. Those
+    that nothing waits for before the end come last of all, so that no launch stands behind them.
     """
     program = timeline.program
     num_steps, turn = len(program.steps), turn_of(program)
@@ -181,11 +234,15 @@ def write(timeline: Timeline) -> Schedule:
         buckets.append(Bucket(len(buckets), "all_gather", names, tuple(i.parameter.name for i in gather.packed)))
         put(3, "all_gather", gather.launch)
         put(4, "wait", gather.wait)
+    first = len(buckets)
     for reduction in timeline.reductions:
         names = tuple(p.name for p in reduction.members)
         buckets.append(Bucket(len(buckets), "reduce_scatter", names, tuple(p.name for p in reduction.packed)))
-        put(2, "reduce_scatter", reduction.launch)
-        put(2 if reduction.wait == reduction.launch else 1, "wait_reduce", reduction.wait)
+    for point, events in reduction_events(timeline).items():
+        at, section = (point, 1) if point <= num_steps else (num_steps, 5)
+        for kind, number in events:
+            bucket = buckets[first + number]
+            sections[at, section].append(Instruction(kind, at, bucket.parameters, bucket.index))
     kept: set[str] = set()
     carried = {interval.parameter.name for interval in timeline.carried}
     escapes = set(program.escapes)

@@ -1,8 +1,8 @@
 """Schedules of micro-batches whose gradients wait for those that follow, from the schedule that reduces them.
 
-    reduced     reads as planned        each gradient: complete ............ reduce_scatter, wait_reduce
+    reduced     reads as planned        each gradient: complete ............ reduce_scatter, wait_reduce, ...
     holding     reads as planned        each gradient: complete, added to what is held
-    joining     reads as planned        each gradient: complete, joined by what is held, reduce_scatter, wait_reduce
+    joining     reads as planned        each gradient: complete, joined by what is held, reduce_scatter, wait_reduce, ...
 
 Gathers, releases and what is kept are the same in all three: whoever runs the forward need not know which backward will follow.
 What is held is whole gradients, and counts: always while holding; while joining, each until the step that completes it, from
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from zfx.ir import Program, Schedule, Step
 
-_REDUCES = ("reduce_scatter", "wait_reduce")
+_REDUCES = ("reduce_scatter", "wait_reduce", "all_reduce", "wait_all_reduce")
 
 
 def holding(schedule: Schedule, held_bytes: Mapping[str, int]) -> Schedule:
@@ -33,7 +33,7 @@ def holding(schedule: Schedule, held_bytes: Mapping[str, int]) -> Schedule:
         schedule,
         program=replace(
             program,
-            parameters=tuple(replace(p, grad_bytes=0) for p in program.parameters),
+            parameters=tuple(replace(p, grad_bytes=0, across_bytes=0) for p in program.parameters),
             steps=tuple(replace(step, completes=()) for step in program.steps),
             static_bytes=program.static_bytes + sum(held_bytes[name] for name in completed),
         ),

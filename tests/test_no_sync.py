@@ -127,6 +127,20 @@ def test_what_waited_is_reduced_once_and_changes_no_bit(limits: zfx.Limits, accu
         assert not left
 
 
+def replicas() -> tuple[float, int]:
+    """On 2 x 2 ranks."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = zfx.compile(build(), mesh=mesh, limits=RELEASED)
+    window(model, 3, lambda k: k < 2)
+    return far(expected(3), whole(model)), len(model._zfx_engine.held.values)
+
+
+@pytest.mark.slow
+def test_with_replicas() -> None:
+    for distance, left in run_ranks(4, replicas):
+        assert distance <= 1e-10 and not left
+
+
 @pytest.mark.slow
 def test_three_ranks() -> None:
     for differences, counts, left in run_ranks(3, numbers, RELEASED, 1, 4):

@@ -116,7 +116,7 @@ def test_the_data_of_a_plan() -> None:
 
 
 @settings(max_examples=25)
-@given(problems())
+@given(problems(replicas=(1, 2)))
 def test_the_data_of_any_plan(problem: tuple[Program, Limits]) -> None:
     check_data(plan(*problem))
 

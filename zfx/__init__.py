@@ -7,18 +7,22 @@ See `zfx.compile`, `zfx.Limits`, and the errors in `zfx.errors`.
 """
 
 from .api import compile
+from .born import skip_init
 from .costs import CostModel, Link, Rate, load_costs
-from .errors import CaptureError, InfeasibleBudget, LoopError, PassError, RankMismatch, ScheduleError, ZfxError
+from .errors import CaptureError, CheckpointError, InfeasibleBudget, LoopError, PassError, RankMismatch, ScheduleError, ZfxError
 from .ir import Program, Schedule
 from .limits import Limits
 from .precision import Precision
+from .pretrained import LoadReport, load_pretrained, save_pretrained
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
     "CostModel",
     "InfeasibleBudget",
     "Limits",
     "Link",
+    "LoadReport",
     "LoopError",
     "PassError",
     "Precision",
@@ -30,4 +34,7 @@ __all__ = [
     "ZfxError",
     "compile",
     "load_costs",
+    "load_pretrained",
+    "save_pretrained",
+    "skip_init",
 ]

@@ -37,12 +37,12 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def dtensor_spec(mesh: Any, placement: Any, shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
+def dtensor_spec(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return DTensorSpec(mesh, (placement,), TensorMeta(torch.Size(shape), tuple(reversed(strides)), dtype))
+    return DTensorSpec(mesh, placements, TensorMeta(torch.Size(shape), tuple(reversed(strides)), dtype))
 
 
 def default_store() -> Any:
@@ -116,6 +116,11 @@ def profiling() -> bool:
     return torch.autograd._profiler_enabled()
 
 
+def without_torch_functions() -> Any:
+    """While active, no torch function mode sees what is called."""
+    return torch._C.DisableTorchFunction()
+
+
 def recompile_limit() -> int:
     return torch._dynamo.config.recompile_limit
 
@@ -144,4 +149,5 @@ __all__ = [
     "recompile_limit",
     "reduce_scatter_single",
     "retainable_backwards",
+    "without_torch_functions",
 ]

@@ -356,6 +356,7 @@ def _times(schedule: Schedule, events: list[_Event], measures: list[_Measure], v
     costs, rest = schedule.program.costs, _Rest(schedule, events)
     num_buckets, num_bytes = max(volume.num_buckets, default=0), max(volume.num_bytes, default=0.0)
     compute_us = costs.launch_us * (num_buckets + rest.num_buckets[0]) + (num_bytes + rest.num_bytes[0]) / costs.busy_bytes_per_us
+    compute_us += rest.across_busy_us
     for event in events:
         compute_us += event.duration_us if event.step is not None else 0.0
     row = _row(events, costs, volume, rest)
@@ -364,6 +365,7 @@ def _times(schedule: Schedule, events: list[_Event], measures: list[_Measure], v
         "compute": compute_us,
         "gather channel": _transfer_us(costs.gather, num_buckets, num_bytes),
         "reduce channel": rest.us(0),
+        **({"all-reduce channel": rest.across_us(0)} if schedule.program.replicas > 1 else {}),
         "first gather + compute + last reduction": _in_a_row(row, volume, rest, costs),
         "critical path": _longest_path(row, [], volume, rest, costs),
         "critical path under the limits": _longest_path(bare, _detours(schedule, events, measures, rest), volume, rest, costs),
@@ -397,27 +399,56 @@ def _row(events: list[_Event], costs: CostModel, volume: _Volume, rest: _Rest) -
 
 
 class _Rest:
-    """By event, what is still to be reduced once it is over: the gradients that complete there or later."""
+    """By event, what is still to be reduced once it is over: the gradients that complete there or later.
+
+    With replicas each collective has two stages. The last to be reduced must still be all-reduced, and before the first all-reduce
+    something must be reduced: the one channel's total takes at least the other's shortest collective more.
+    """
 
     def __init__(self, schedule: Schedule, events: list[_Event]) -> None:
         program = schedule.program
-        self._link = program.costs.reduce
+        self._costs, self._across = program.costs, program.replicas > 1
         at = {event.step: m for m, event in enumerate(events)}
         size, shares = _sizes(program, "grad_bytes"), _shares(program, schedule.limits.reduce_bucket_size)
         completed: dict[int, list[str]] = defaultdict(list)
         for name, (_, last) in _completions(program).items():
             completed[at[last]].append(name)
-        self.num_bytes, self.num_buckets = [0], [0]
+        across = _sizes(program, "across_bytes")
+        self.num_bytes, self.num_buckets, self._across_bytes = [0], [0], [0]
+        self._least: list[tuple[float, float]] = [(math.inf, math.inf)]  # of either kind of bytes, in one gradient
         filled = 0.0
         for m in reversed(range(len(events))):
             filled += sum(shares[name] for name in completed[m])
             self.num_bytes.append(self.num_bytes[-1] + sum(size[name] for name in completed[m]))
             self.num_buckets.append(max(_at_least(filled), int(self.num_buckets[-1] > 0 or bool(completed[m]))))
-        self.num_bytes.reverse()
-        self.num_buckets.reverse()
+            self._across_bytes.append(self._across_bytes[-1] + sum(across[name] for name in completed[m]))
+            least = [self._least[-1], *((float(size[name]), float(across[name])) for name in completed[m])]
+            self._least.append((min(row[0] for row in least), min(row[1] for row in least)))
+        for row in (self.num_bytes, self.num_buckets, self._across_bytes, self._least):
+            row.reverse()
 
     def us(self, event: int) -> float:
-        return _transfer_us(self._link, self.num_buckets[event], self.num_bytes[event])
+        reduced_us = _transfer_us(self._costs.reduce, self.num_buckets[event], self.num_bytes[event])
+        if not self._across or not self.num_buckets[event]:
+            return reduced_us
+        link, least_bytes = self._costs.all_reduce, self._least[event][1]
+        last_us = self._costs.launch_us + link.latency_us + least_bytes / link.bytes_per_us
+        return max(reduced_us + last_us, self.across_us(event))
+
+    def across_us(self, event: int) -> float:
+        """The shortest reduction, and all all-reduces."""
+        if not self.num_buckets[event]:
+            return 0.0
+        link, least_bytes = self._costs.reduce, self._least[event][0]
+        first_us = link.latency_us + least_bytes / link.bytes_per_us + self._costs.launch_us
+        return first_us + _transfer_us(self._costs.all_reduce, self.num_buckets[event], self._across_bytes[event])
+
+    @property
+    def across_busy_us(self) -> float:
+        """Compute time that all-reduces take."""
+        if not self._across:
+            return 0.0
+        return self._costs.launch_us * self.num_buckets[0] + self._across_bytes[0] / self._costs.busy_bytes_per_us
 
 
 def _in_a_row(row: _Row, volume: _Volume, rest: _Rest, costs: CostModel) -> float:

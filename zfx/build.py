@@ -26,6 +26,7 @@ from .passes.nodes import is_reduction
 from .passes.unreduced import holding, joined, joining
 from .passes.window import plan_windows
 from .shard import Layout
+from .text import ranks_of
 from .verify import verify
 from .window import backward_runner, forward_runner
 
@@ -49,10 +50,16 @@ class Capture:
     backward: fx.GraphModule | None
     num_outputs: int | None
 
-    def program(self, world_size: int, costs: CostModel) -> Program:
-        """What `world_size` ranks, each with the captured shapes, would run at these costs."""
-        layouts = [replace(layout, world_size=world_size) for layout in self.layouts]
-        return extract(self.forward, self.backward, layouts, world_size, costs, self.num_outputs)
+    def program(self, world_size: int, costs: CostModel, replicas: int = 1) -> Program:
+        """What `world_size` ranks, each with the captured shapes, would run at these costs: one replica of the parameters, or more.
+
+        Raises:
+            ValueError: the ranks can't be divided among the replicas.
+        """
+        if replicas < 1 or world_size % replicas:
+            raise ValueError(f"{world_size} ranks can't be divided among {replicas} replicas")
+        layouts = [layout.over(world_size, replicas) for layout in self.layouts]
+        return extract(self.forward, self.backward, layouts, world_size, costs, self.num_outputs, replicas)
 
 
 class Planned(Exception):
@@ -90,7 +97,7 @@ def plan_graphs(
         raise Captured(captured)
     start = time.perf_counter()
     settings = blueprint.settings
-    program = replace(captured.program(blueprint.world_size, settings.costs), uniform=settings.uniform)
+    program = replace(captured.program(blueprint.world_size, settings.costs, blueprint.replicas), uniform=settings.uniform)
     held_bytes = blueprint.held_bytes() if blueprint.holds else None
 
     def plan_one(p: Program) -> Schedule:
@@ -211,7 +218,7 @@ def _run_plan(blueprint: Blueprint, part: Part, doubtful: dict[str, int]) -> run
     transfers = [_transfers(blueprint, b, part.gradients == "join") if b else None for b in buckets]
     lines = [
         f"the {part.phase} of {blueprint.model_name}{_micro_batch(part)}{_GRADIENTS[part.gradients]} on "
-        f"{blueprint.world_size} ranks",
+        f"{ranks_of(part.schedule.program)}",
         *([_promise(part.schedule.program)] if blueprint.settings.uniform else []),
         *(_line(blueprint, b) for b in buckets if b),
     ]

@@ -133,6 +133,7 @@ def _elements(name: str, what: str) -> Any:
 def plan(
     target: Target,
     world_size: Annotated[int | None, typer.Option("--world-size", "-n", metavar="N", help="Ranks.")] = None,
+    replicas: Annotated[int, typer.Option(help="Replicas of the model: each is sharded over N / replicas ranks in a row.")] = 1,
     device: Annotated[str, typer.Option(help="A preset (a100, h100, ...) or custom:...")] = "h100",
     network: Annotated[str, typer.Option(help="Tiers from the inside out.")] = "nvlink:8,ib",
     costs: Annotated[
@@ -175,9 +176,12 @@ def plan(
         raise Usage("say --world-size N or --find-world-size, one of the two")
     if sweep and find_world_size:
         raise Usage("--sweep is for one --world-size")
-    for name, value in (("world-size", world_size), ("seq", seq), ("batch", batch), ("accumulate", accumulate)):
+    numbers = {"world-size": world_size, "replicas": replicas, "seq": seq, "batch": batch, "accumulate": accumulate}
+    for name, value in numbers.items():
         if value is not None and value < 1:
             raise Usage(f"--{name} must be at least 1, got {value}")
+    if world_size is not None and world_size % replicas:
+        raise Usage(f"--world-size {world_size} can't be divided among --replicas {replicas}")
     if sweep and points < 2:
         raise Usage(f"--points must be at least 2, got {points}")
     if not 0 <= margin < 1:
@@ -193,7 +197,7 @@ def plan(
         "param_persistence_threshold": param_persistence_threshold,
     }
     cluster = _Cluster(
-        device, network, costs, margin, optimizer, memory_budget, {k: v for k, v in elements.items() if v is not None}
+        device, network, costs, margin, optimizer, memory_budget, {k: v for k, v in elements.items() if v is not None}, replicas
     )
     if world_size is not None:
         cluster.costs_at(world_size)  # wrong names are told before the long work
@@ -203,7 +207,7 @@ def plan(
     captured = _captured(found, backward)
 
     def program_at(ranks: int) -> Program:
-        return replace(captured.program(ranks, cluster.costs_at(ranks)), uniform=uniform)
+        return replace(captured.program(ranks, cluster.costs_at(ranks), replicas), uniform=uniform)
 
     if find_world_size:
         world_size = _fewest(captured, cluster, program_at, as_json)
@@ -303,7 +307,15 @@ class _Cluster:
     """What the options say of the cluster and the limits."""
 
     def __init__(
-        self, device: str, network: str, costs: Path | None, margin: float, optimizer: str, budget: str, elements: Mapping[str, int]
+        self,
+        device: str,
+        network: str,
+        costs: Path | None,
+        margin: float,
+        optimizer: str,
+        budget: str,
+        elements: Mapping[str, int],
+        replicas: int,
     ) -> None:
         from .estimate import OPTIMIZERS
         from .presets import device_for
@@ -312,13 +324,13 @@ class _Cluster:
         self.optimizer = OPTIMIZERS[optimizer]
         self.memory_bytes = device_for(device).memory_bytes
         self.measured = None if costs is None else _read_costs(costs)
-        self.elements = elements
+        self.elements, self.replicas = elements, replicas
         Limits(**elements)
 
     def costs_at(self, world_size: int) -> CostModel:
         from .presets import costs_for
 
-        return self.measured or costs_for(self.device, self.network, world_size)
+        return self.measured or costs_for(self.device, self.network, world_size, self.replicas)
 
     def optimizer_bytes(self, captured: Any, program: Program) -> int:
         from .estimate import optimizer_bytes
@@ -440,25 +452,25 @@ def _fewest(captured: Any, cluster: _Cluster, program_at: Callable[[int], Progra
 
     with _busy("finding the fewest ranks") as said:
         answer = find_world_size(
-            program_at,
+            lambda ranks: program_at(ranks * cluster.replicas),
             lambda program: cluster.limits(captured, program),
             _node_size(cluster.network),
             MOST_RANKS,
-            lambda ranks, fits: said(f"finding the fewest ranks: {ranks:,} {'fit' if fits else 'are too few'}"),
+            lambda ranks, fits: said(f"finding the fewest ranks: {ranks * cluster.replicas:,} {'fit' if fits else 'are too few'}"),
         )
     if answer.world_size is None:
         assert answer.refused is not None
         ranks, refusal = answer.refused
         raise No(
-            f"no number of ranks is enough; {ranks:,} come closest: {refusal}",
+            f"no number of ranks is enough; {ranks * cluster.replicas:,} come closest: {refusal}",
             world_size=None,
             type="InfeasibleBudget",
             **vars(refusal),
         )
     if not as_json:
-        before = f"; {answer.refused[0]:,} are too few" if answer.refused else ""
-        print(f"fewest ranks: {answer.world_size:,}{before}\n")
-    return answer.world_size
+        before = f"; {answer.refused[0] * cluster.replicas:,} are too few" if answer.refused else ""
+        print(f"fewest ranks: {answer.world_size * cluster.replicas:,}{before}\n")
+    return answer.world_size * cluster.replicas
 
 
 def _node_size(network: str) -> int:
@@ -493,6 +505,7 @@ def _sweep(
         "device_bytes": cluster.memory_bytes,
         "margin": cluster.margin,
         "world_size": program.world_size,
+        "replicas": program.replicas,
         "points": rows,
     }
     for path in out:

@@ -33,16 +33,28 @@ MARK = "_zfx_owner"  # on every module that holds parameters: the id of the blue
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a parameter is found at each call (`holder[key]`), and the places that captured code reads it from."""
+    """Where a parameter is found at each call (`holder[key]`), the places that captured code reads it from, and where else a tied
+    one hangs: `others` must still hold the same."""
 
     holder: dict[str, Any]
     key: str
     places: tuple[tuple[str, str], ...]
+    others: tuple[tuple[dict[str, Any], str], ...] = ()
 
     @classmethod
     def of(cls, owners: Sequence[Owner]) -> Slot:
-        first = owners[0]
-        return cls(first.module._parameters, first.attribute, tuple((o.path, o.attribute) for o in owners))
+        first, *others = owners
+        return cls(
+            first.module._parameters,
+            first.attribute,
+            tuple((o.path, o.attribute) for o in owners),
+            tuple((o.module._parameters, o.attribute) for o in others),
+        )
+
+    def copied(self, memo: dict[int, Any]) -> Slot:
+        """The slot of a deep copy."""
+        others = tuple((memo[id(holder)], key) for holder, key in self.others)
+        return replace(self, holder=memo[id(self.holder)], others=others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,8 @@ class Engine:
     def __init__(self, blueprint: Blueprint, slots: Sequence[Slot], forward: Callable[..., Any], has_rnn: bool) -> None:
         self.blueprint, self.slots, self.forward, self.has_rnn = blueprint, tuple(slots), forward, has_rnn
         self.eager = False
+        rank = 0 if blueprint.channels is None else blueprint.channels.gathers.rank
+        self.local_shapes = [layout.local_shape(rank) for layout in blueprint.layouts]
         num_micro_batches = blueprint.settings.accumulate
         self.window = Window(num_micro_batches) if num_micro_batches > 1 else None
         blueprint.window = None if self.window is None else weakref.ref(self.window)
@@ -107,7 +121,7 @@ class Engine:
         """The engine of a deep copy of the model: same plan, same ranks, its own parameters and captures. `memo` knows the copies
         of the dicts that hold the parameters, since a module's engine comes last in its `__dict__`."""
         copy_leaves([m for m in memo.values() if isinstance(m, nn.Module)])
-        slots = [replace(slot, holder=memo[id(slot.holder)]) for slot in self.slots]
+        slots = [slot.copied(memo) for slot in self.slots]
         for slot in slots:
             slot.holder[slot.key].grad = None  # deepcopy gives a plain parameter none, but a DTensor its own's
         blueprint = self.blueprint.again()
@@ -135,11 +149,12 @@ class Engine:
 
     def shards(self) -> list[torch.Tensor]:
         """This rank's shards as plain tensors, joined to the DTensor parameters where a gradient will be wanted."""
-        params = [slot.holder[slot.key] for slot in self.slots]
+        params: list[Any] = [slot.holder.get(slot.key) for slot in self.slots]
         try:
-            local = [p._local_tensor for p in params]
+            local: list[torch.Tensor] = [p._local_tensor for p in params]
         except AttributeError:
             raise self._foreign(params) from None
+        self._check_places(params, local)
         if self.window is not None:
             self.window.enter(params, waiting=bool(self.held.values))
         if torch.is_grad_enabled():
@@ -149,6 +164,22 @@ class Engine:
                 for i, shard in zip(wanted, ToLocal.apply(changed, self._finish(wanted), *[params[i] for i in wanted])):
                     local[i] = shard
         return local
+
+    def _check_places(self, params: Sequence[Any], local: Sequence[torch.Tensor]) -> None:
+        """Refuse a parameter that was replaced in one of its places, or is cut in another way: values would be silently wrong."""
+        for number, (slot, part) in enumerate(zip(self.slots, local)):
+            if part.shape != self.local_shapes[number]:
+                raise ValueError(
+                    f"parameter {self.blueprint.names[number]!r} is not cut as zfx cut it: this rank holds "
+                    f"{tuple(part.shape)} of it instead of {self.local_shapes[number]}. Copy values into the parameter that "
+                    "was there, or compile the model anew"
+                )
+            if any(holder.get(key) is not params[number] for holder, key in slot.others):
+                other = ".".join(filter(None, slot.places[1]))
+                raise ValueError(
+                    f"parameter {self.blueprint.names[number]!r} was tied to {other!r} when the model was compiled, and one of "
+                    "them was replaced since; tie or untie parameters before zfx.compile"
+                )
 
     def _refuse_changed(self, wanted: list[int]) -> Callable[[list[int]], None]:
         blueprint = self.blueprint
@@ -277,6 +308,14 @@ class Engine:
             args, kwargs = tree_map_only(torch.Tensor, _stand_in, (args, kwargs))
             with _meta_replaced(model):
                 self.main.compiled(model, shards, args, kwargs)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """Raises ValueError where the model is not one that `zfx.compile` returned."""
+    engine = model.__dict__.get("_zfx_engine") if isinstance(model, nn.Module) else None
+    if engine is None:
+        raise ValueError(f"this takes a model that zfx.compile returned, got a {type(model).__name__} that is not compiled")
+    return engine
 
 
 def _example_shard(layout: Layout, param: torch.Tensor) -> torch.Tensor:

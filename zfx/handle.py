@@ -199,12 +199,10 @@ class Handle:
             values = {i: (f.clone() if blueprint.layouts[i].replicated else f) for i, f in zip(order, full)}
         yield {name: values[i] for name, i in wanted.items()}
         if writeback:
-            rank = blueprint.channels.gathers.rank
             with torch.no_grad():
                 shards = engine.shards()
                 for i, value in values.items():
-                    layout = blueprint.layouts[i]
-                    shards[i].copy_(value if layout.replicated else value[slice(*layout.rows(rank))])
+                    shards[i].copy_(value if blueprint.layouts[i].replicated else value[blueprint.own_rows(i)])
 
     def _resolve(self, names: str | Iterable[str] | None) -> dict[str, int]:
         index = self._engine.blueprint.index

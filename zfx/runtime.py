@@ -6,6 +6,9 @@ weight, bias = wait(plan, g)             arrived
 release([weight, bias])                  storage given back at once
 r = reduce_scatter(plan, 5, [grad])      launch
 (shard_grad,) = wait_reduce(plan, r)     this rank's rows of the mean
+reduced = wait_reduce(plan, r)           with replicas: its rows of this replica's part of the mean, and then:
+a = all_reduce(plan, 5, reduced)         launch
+(shard_grad,) = wait_all_reduce(plan, a) this rank's rows of the mean
 (weight,) = take(plan)                   what the micro-batch before left behind
 carry(plan, [weight])                    left behind for the next one
 hold(plan, "w", grad)                    a whole gradient waits for a later backward
@@ -24,7 +27,7 @@ import torch
 from . import leaf
 from ._compat import StorageWeakRef, profiling
 from .agreement import digest_of
-from .bucket import Gathering, Reducing, Transfers
+from .bucket import Averaging, Gathering, Reduced, Reducing, Transfers
 from .channels import Channels
 from .held import Waiting
 from .window import Window
@@ -83,10 +86,11 @@ class Plan:
     ) -> None:
         self.carried, self.window, self.waiting, self.doubtful = carried, window, waiting, dict(doubtful or {})
         self.without: set[str] = set()  # of `doubtful`: whose gradient this rank has nothing of, in the run that goes on
-        self.in_flight: set[Gathering | Reducing] = set()
+        self.in_flight: set[Gathering | Reducing | Averaging] = set()
         self.transfers, self.description, self.digest = tuple(transfers), tuple(description), digest_of(description)
         if channels is not None:  # else the graph can be read, but not run
             self.gathers, self.reductions, self.agreement = channels.gathers, channels.reductions, channels.agreement
+            self.across = channels.across
 
     def drain(self) -> None:
         """An operator has raised: let what was launched arrive, or the next collective would take its bytes for its own."""
@@ -194,11 +198,32 @@ def reduce_scatter(plan: Plan, bucket: int, grads: Sequence[torch.Tensor]) -> Re
     return reducing
 
 
-def wait_reduce(plan: Plan, reducing: Reducing) -> list[torch.Tensor]:
+def wait_reduce(plan: Plan, reducing: Reducing) -> list[torch.Tensor] | Reduced:
     plan.in_flight.discard(reducing)
     try:
         with _shown("wait reduce_scatter", reducing.transfers):
-            return reducing.wait()
+            reduced = reducing.wait()
+    except RuntimeError as error:
+        raise _explain(plan, error) from error
+    return reduced.split() if plan.across is None else reduced
+
+
+def all_reduce(plan: Plan, bucket: int, reduced: Reduced) -> Averaging:
+    transfers = plan.transfers[bucket]
+    assert transfers is not None and plan.across is not None
+    try:
+        with _shown("all_reduce", transfers):
+            averaging = transfers.all_reduce(plan.across, reduced)
+    except RuntimeError as error:
+        raise _explain(plan, error) from error
+    plan.in_flight.add(averaging)
+    return averaging
+
+
+def wait_all_reduce(plan: Plan, averaging: Averaging) -> list[torch.Tensor]:
+    plan.in_flight.discard(averaging)
+    try:
+        return averaging.wait().split()
     except RuntimeError as error:
         raise _explain(plan, error) from error
 
