@@ -31,6 +31,7 @@ from torch import nn
 
 from ._compat import _reparametrize_module, fresh_symbols_ignored, nonstrict_trace
 from .errors import CaptureError
+from .random_state import random_state, set_random_state
 
 _leaves: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _ids = itertools.count()
@@ -263,7 +264,7 @@ def _(params: Any, buffers: Any, inputs: Any, needs: Any, site: int) -> list[tor
         where.outputs, where.result_others, where.guessed = (pytree.tree_structure(0), [True]), [], True
     outputs = [o.new_empty(o.shape) for o in outputs]
     where.result_shapes = [(tuple(o.shape), o.dtype) for o in outputs]
-    state = torch.empty(_rng_state((*params, *inputs)).numel(), dtype=torch.uint8, device="cpu")
+    state = torch.empty(random_state((*params, *inputs)).numel(), dtype=torch.uint8, device="cpu")
     return [*outputs, *(torch.empty_like(b) for b in buffers), state]
 
 
@@ -314,7 +315,7 @@ def forward_leaf(
     site: int,
 ) -> list[torch.Tensor]:
     where = _sites[site]
-    state = _rng_state((*params, *inputs))
+    state = random_state((*params, *inputs))
     changed = [b.clone() for b in buffers]
     planned = where.result_shapes
     with torch.no_grad():
@@ -360,8 +361,8 @@ def backward_leaf(
     site: int,
 ) -> list[torch.Tensor]:
     leaves = [t.detach().requires_grad_(needed) for t, needed in zip((*params, *inputs), needs)]
-    now = _rng_state(leaves)
-    _set_rng_state(state, leaves)
+    now = random_state(leaves)
+    set_random_state(state, leaves)
     try:
         with torch.enable_grad():
             outputs = _run(_sites[site], leaves[: len(params)], [b.clone() for b in buffers], leaves[len(params) :])
@@ -371,7 +372,7 @@ def backward_leaf(
             if pairs:
                 found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
     finally:
-        _set_rng_state(now, leaves)
+        set_random_state(now, leaves)
     return [nothing(t) if g is None else g.contiguous() for t, g in zip(wanted, found)]
 
 
@@ -389,23 +390,6 @@ def is_nothing(grad: torch.Tensor) -> bool:
 def may_skip(site: int) -> bool:
     """Whether a call of this leaf may leave parameters unused. torch's own recurrent layers use all of theirs."""
     return type(_leaves[_sites[site].leaf_id]).__mro__[1] not in (nn.LSTM, nn.GRU, nn.RNN)
-
-
-def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device | None:
-    return next((t.device for t in tensors if t.is_cuda), None)
-
-
-def _rng_state(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The random state that code on these tensors draws from: the CPU's and, where they are on a GPU, that one's."""
-    device, state = _device_of(tensors), torch.get_rng_state()
-    return state if device is None else torch.cat([state, torch.cuda.get_rng_state(device)])
-
-
-def _set_rng_state(state: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    device, size = _device_of(tensors), torch.get_rng_state().numel()
-    torch.set_rng_state(state[:size].clone())
-    if device is not None:
-        torch.cuda.set_rng_state(state[size:].clone(), device)
 
 
 # what the lowering puts in the place of the two operators: plain calls, under which autograd works
