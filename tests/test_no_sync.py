@@ -206,6 +206,12 @@ def odd_uses() -> list[str]:
     except KeyError:
         check("left by an error", 0, model._zfx_engine.held.depth)
 
+    model = zfx.compile(build(), limits=zfx.Limits(memory_budget=1_000_000))
+    loss_of(model, rank, 0, False).backward()
+    model.zero_grad()
+    window(model, 3, lambda k: k < 2)  # planned anew, with room for what waits
+    check("under a budget", 0.0, far(three, whole(model)))
+
     model = zfx.compile(build(torch.float32), limits=RELEASED, precision=zfx.Precision(torch.bfloat16))
     with model.zfx.no_sync():
         loss_of(model, rank, 0, False).backward()

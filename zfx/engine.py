@@ -57,13 +57,18 @@ class Slot:
         return replace(self, holder=memo[id(self.holder)], others=others)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
-    """One function of the model: as it is, over gathered parameters, and the same under torch.compile."""
+    """One function of the model: as it is, over gathered parameters, and the same under torch.compile.
+
+    Attributes:
+        generation: of plans; where the engine's is a later one, what was captured is captured anew.
+    """
 
     function: Callable[..., Any]
     traced: Callable[..., Any]
     compiled: Callable[..., Any]
+    generation: int
 
 
 def is_gathered(model: nn.Module, place: tuple[str, str] | None) -> bool:
@@ -98,23 +103,25 @@ class Engine:
         held_by = self.slots  # not by the engine: a cycle would keep its parameters alive until they are collected
         self.held = Held(blueprint.names, lambda: [slot.holder[slot.key] for slot in held_by])
         blueprint.held = weakref.ref(self.held)
-        self._capture_anew()
-
-    def _capture_anew(self) -> None:
-        """Forget what was captured."""
+        self.generation = 0
         self.main = self.entry(self.forward)
 
     def entry(self, function: Callable[..., Any]) -> Entry:
         """A function of the model and other arguments, to be called through the engine; its captures are its own."""
         traced = self._make_traced(function)
-        return Entry(function, traced, capture.compiled(self.blueprint, traced))
+        return Entry(function, traced, capture.compiled(self.blueprint, traced), self.generation)
+
+    def _renew(self, entry: Entry) -> None:
+        """Forget what an entry has captured for plans that hold no longer."""
+        new = self.entry(entry.function)
+        entry.traced, entry.compiled, entry.generation = new.traced, new.compiled, new.generation
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, gradients wait. Under a budget in bytes, what waits needs room, so everything is planned anew the first time."""
         blueprint = self.blueprint
         if blueprint.settings.limits.memory_budget is not None and not blueprint.holds:
             blueprint.holds = True
-            self._capture_anew()
+            self.generation += 1
         return self.held.waiting()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -135,6 +142,8 @@ class Engine:
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry | None = None) -> Any:
         blueprint, entry = self.blueprint, entry or self.main
+        if entry.generation != self.generation:
+            self._renew(entry)
         if blueprint.channels is None:
             raise RuntimeError(
                 f"this model was compiled for world_size={blueprint.world_size} without a process group: it can be planned "
@@ -299,6 +308,8 @@ class Engine:
         raise CaptureError("nothing was captured: these inputs already have a plan", advice="capture before the first plan")
 
     def _trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.main.generation != self.generation:
+            self._renew(self.main)
         with capture.explained(lambda: self.check_modules(model), self.has_rnn):
             if self.blueprint.channels is not None:
                 self.main.compiled(model, self.shards(), args, kwargs)
