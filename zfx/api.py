@@ -111,9 +111,7 @@ def compile(
     mesh, world_size, replicas = find_ranks(world_size, mesh, replicas)
     _check_model(model)
     limits = limits or Limits()
-    if mesh is not None:
-        _check_sparse(model)
-    elif limits.follows_free_memory:
+    if mesh is None and limits.follows_free_memory:
         raise ValueError("memory_budget='auto' follows the free memory of running ranks: without a process group, give bytes")
     entries = unique_parameters(model)
     precision = precision or Precision()
@@ -279,9 +277,7 @@ def _check_model(model: nn.Module) -> None:
                 f"the gradient instead of all rows. Register hooks after zfx.compile, and let them work on DTensors"
             )
         params[id(param)] = name
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ValueError(f"{name!r} makes sparse gradients, which can't be reduced to shards: build it with sparse=False")
+    _check_sparse(model)
     check_aliases(model)
     _check_optimizers(params)
 
