@@ -284,7 +284,7 @@ def weight_under_two_parameters():
         def __init__(self):
             super().__init__()
             self.a, self.c = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.c.weight = nn.Parameter(self.a.weight.detach(), requires_grad=False)
+            self.c.weight = nn.Parameter(self.a.weight.detach())
 
         def forward(self, x):
             return self.c(torch.tanh(self.a(x)))
