@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from .cases import REGISTRY, options_of
-from .runner import DEFAULT_LIMITS, Report, Setting, problems, run_case
+from .runner import DEFAULT_LIMITS, Setting, problems, run_case
 from .table import write
 
 
@@ -25,12 +25,12 @@ def main() -> int:
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
     limits = Setting().limits if args.limits == "released" else DEFAULT_LIMITS.limits
     counts: Counter[str] = Counter()
-    reports: list[Report] = []
     for case_id in args.cases or REGISTRY:
         worlds = (args.world,) if args.world else options_of(REGISTRY[case_id].build()[3])["world_sizes"]
         for world in worlds:
             report = run_case(case_id, world, Setting(args.engine, limits))
-            reports.append(report)
+            if args.write:
+                write(args.write, [report])
             wrong = problems(report)
             counts["as expected" if not wrong else f"NOT as expected ({report.end})"] += 1
             mark = "no " if wrong else "ok "
@@ -38,8 +38,6 @@ def main() -> int:
             if wrong and args.verbose:
                 print("\n".join([*wrong, *map(str, report.outcomes)]), flush=True)
     print(", ".join(f"{n} {what}" for what, n in counts.items()))
-    if args.write:
-        write(args.write, reports)
     return 0 if counts.keys() <= {"as expected"} else 1
 
 
