@@ -26,7 +26,6 @@ def holding(schedule: Schedule, held_bytes: Mapping[str, int]) -> Schedule:
         held_bytes: what is held of each gradient that is waiting, by parameter: whole, in the dtype in which it is added up.
     """
     program = schedule.program
-    completed = {name for step in program.steps for name in step.completes}
     buckets = [bucket for bucket in schedule.buckets if bucket.kind == "all_gather"]
     places = {bucket.index: place for place, bucket in enumerate(buckets)}
     return replace(
@@ -35,7 +34,7 @@ def holding(schedule: Schedule, held_bytes: Mapping[str, int]) -> Schedule:
             program,
             parameters=tuple(replace(p, grad_bytes=0, across_bytes=0) for p in program.parameters),
             steps=tuple(replace(step, completes=()) for step in program.steps),
-            static_bytes=program.static_bytes + sum(held_bytes[name] for name in completed),
+            static_bytes=program.static_bytes + sum(held_bytes[name] for name in _completed(program)),
         ),
         buckets=tuple(replace(bucket, index=places[bucket.index]) for bucket in buckets),
         instructions=tuple(
@@ -48,16 +47,27 @@ def holding(schedule: Schedule, held_bytes: Mapping[str, int]) -> Schedule:
 
 def joining(schedule: Schedule, held_bytes: Mapping[str, int]) -> Schedule:
     """The same schedule over the program in which gradients of earlier micro-batches are held until they are joined."""
-    return replace(schedule, program=joined(schedule.program, held_bytes))
-
-
-def joined(program: Program, held_bytes: Mapping[str, int]) -> Program:
-    """The program that holds most of the three: a schedule of it that fits limits makes all of them fit."""
-    waiting = sum(held_bytes[name] for step in program.steps for name in step.completes)
+    program = schedule.program
+    waiting = sum(held_bytes[name] for name in _completed(program))
     steps: list[Step] = []
     for step in program.steps:
         steps.append(replace(step, other_bytes=step.other_bytes + waiting))
         waiting -= sum(held_bytes[name] for name in step.completes)
-    wide = {name for step in program.steps for name in step.completes}
-    parameters = tuple(replace(p, grad_bytes=held_bytes[p.name]) if p.name in wide else p for p in program.parameters)
-    return replace(program, parameters=parameters, steps=tuple(steps))
+    return replace(schedule, program=_widened(replace(program, steps=tuple(steps)), held_bytes))
+
+
+def with_room(program: Program, held_bytes: Mapping[str, int]) -> Program:
+    """The program with all that may wait always there: a schedule of it that fits limits makes all three fit."""
+    held = sum(held_bytes[name] for name in _completed(program))
+    return _widened(replace(program, static_bytes=program.static_bytes + held), held_bytes)
+
+
+def _completed(program: Program) -> list[str]:
+    return [name for step in program.steps for name in step.completes]
+
+
+def _widened(program: Program, held_bytes: Mapping[str, int]) -> Program:
+    """The same with gradients of the dtype in which they are added up."""
+    completed = set(_completed(program))
+    parameters = (replace(p, grad_bytes=held_bytes[p.name]) if p.name in completed else p for p in program.parameters)
+    return replace(program, parameters=tuple(parameters))

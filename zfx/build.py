@@ -23,7 +23,7 @@ from .passes import plan
 from .passes.extract import extract
 from .passes.lower import Part, lower
 from .passes.nodes import is_reduction
-from .passes.unreduced import holding, joined, joining
+from .passes.unreduced import holding, joining, with_room
 from .passes.window import plan_windows
 from .shard import Layout
 from .text import ranks_of
@@ -101,7 +101,7 @@ def plan_graphs(
     held_bytes = blueprint.held_bytes() if blueprint.holds else None
 
     def plan_one(p: Program) -> Schedule:
-        most = p if held_bytes is None else joined(p, held_bytes)
+        most = p if held_bytes is None else with_room(p, held_bytes)
         return replace(plan(most, settings.limits, check=verify, passes=settings.passes), program=p)
 
     schedules = plan_windows(plan_one, program, settings.accumulate)
