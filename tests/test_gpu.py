@@ -104,3 +104,24 @@ def test_a_run_on_a_gpu_is_saved_in_the_background_and_resumed_bit_for_bit(nccl:
     checkpoints.load(model=model, optimizer=optimizer)
     assert all(s["step"].is_cuda for s in optimizer.state.values())
     assert train(model, optimizer) == losses
+
+
+class Noisy(nn.Module):
+    """What it returns depends on data, so it runs as a leaf, twice; both runs must draw the same mask, and the caller's stream move
+    once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, 0.5) if float(x.detach().sum()) == float(x.detach().sum()) else x
+
+
+def test_a_leaf_draws_the_same_numbers_twice(nccl: None) -> None:
+    plain = nn.Sequential(nn.Linear(64, 64), Noisy(), nn.Linear(64, 64)).cuda()
+    model = zfx.compile(copy.deepcopy(plain), leaf_modules=[Noisy])
+    x, drawn = torch.randn(8, 64, device="cuda"), []
+    for each in (plain, model):
+        torch.manual_seed(1)
+        each(x).square().mean().backward()
+        drawn.append(torch.rand(4, device="cuda"))
+    assert torch.equal(*drawn)
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad.to_local(), q.grad)

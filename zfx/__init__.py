@@ -11,7 +11,7 @@ from .born import skip_init
 from .checkpoint import Checkpointer
 from .checkpoint_load import Resumed
 from .costs import CostModel, Link, Rate, load_costs
-from .errors import CaptureError, CheckpointError, InfeasibleBudget, PassError, RankMismatch, ScheduleError, ZfxError
+from .errors import CaptureError, CheckpointError, InfeasibleBudget, LoopError, PassError, RankMismatch, ScheduleError, ZfxError
 from .ir import Program, Schedule
 from .limits import Limits
 from .precision import Precision
@@ -26,6 +26,7 @@ __all__ = [
     "Limits",
     "Link",
     "LoadReport",
+    "LoopError",
     "PassError",
     "Precision",
     "Program",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,9 +57,21 @@ def default_store() -> Any:
     return _get_default_store()
 
 
-def allow_rnn() -> Any:
-    """While active, Dynamo lets RNN modules pass by (they run as leaves; it would refuse to look at them)."""
-    return torch._dynamo.config.patch(allow_rnn=True)
+@contextlib.contextmanager
+def capturing(has_rnn: bool) -> Iterator[None]:
+    """While active, Dynamo watches for hooks that are registered later on, which it ignores by default, and lets RNN modules pass
+    by (they run as leaves; it would refuse to look at them). Around every call, so it does without the slower `config.patch`."""
+    config = torch._dynamo.config
+    before = config.skip_nnmodule_hook_guards, config.allow_rnn
+    config.skip_nnmodule_hook_guards = False
+    if has_rnn:
+        config.allow_rnn = True
+    try:
+        yield
+    finally:
+        config.skip_nnmodule_hook_guards = before[0]
+        if has_rnn:
+            config.allow_rnn = before[1]
 
 
 def fresh_symbols_ignored(tensors: Any) -> Any:
@@ -79,6 +91,42 @@ def on_compile(start: Callable[[Any], None], end: Callable[[Any], None]) -> None
 def outer_storage(param: DTensor) -> int:
     """Which (empty) storage is behind the outside of a DTensor: another one once somebody has assigned to `param.data`."""
     return param.untyped_storage()._cdata
+
+
+def backward_accumulates() -> bool:
+    """Whether the backward that this thread runs adds to `.grad` of a parameter: `torch.autograd.grad` only returns gradients.
+
+    The node that runs is the captured graph's, below which lies `ToLocal`, or that one; below it lie the parameters.
+    """
+    node = torch._C._current_autograd_node()
+    for found in (node, *(below for below, _ in node.next_functions)) if node is not None else ():
+        if found is not None and found.name().startswith("ToLocal"):
+            leaves = [leaf for leaf, _ in found.next_functions if leaf is not None]
+            try:
+                return any(torch._C._will_engine_execute_node(leaf) for leaf in leaves)
+            except RuntimeError:  # torch asks not to be asked about a parameter in torch.autograd.grad
+                return False
+    return True
+
+
+@contextlib.contextmanager
+def retainable_backwards() -> Iterator[None]:
+    """While active, captured backwards may run again (`retain_graph=True`): AOTAutograd gives no saved tensor's memory away."""
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
+
+
+def no_donated_buffers() -> None:
+    """Called where AOTAutograd compiles a forward. Having looked for no donated buffers it leaves None, which it takes for some."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is not None:
+        metadata.bw_donated_idxs = []
+
+
+def profiling() -> bool:
+    """Whether a torch profiler records in this process."""
+    return torch.autograd._profiler_enabled()
 
 
 def without_torch_functions() -> Any:
@@ -101,8 +149,9 @@ __all__ = [
     "_coalescing_manager",
     "_reparametrize_module",
     "all_gather_single",
-    "allow_rnn",
     "aot_autograd",
+    "backward_accumulates",
+    "capturing",
     "default_partition",
     "default_store",
     "dtensor_spec",
@@ -110,10 +159,13 @@ __all__ = [
     "file_view",
     "fresh_symbols_ignored",
     "make_dtensor",
+    "no_donated_buffers",
     "nonstrict_trace",
     "on_compile",
     "outer_storage",
+    "profiling",
     "recompile_limit",
     "reduce_scatter_single",
+    "retainable_backwards",
     "without_torch_functions",
 ]

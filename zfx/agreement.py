@@ -83,6 +83,14 @@ class Agreement:
             self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.group, async_op=True), [what])
         return int(vote)
 
+    def everywhere(self, flags: Sequence[bool], description: Sequence[str]) -> list[bool]:
+        """Which of these are true on every rank. All ranks come here with as many, within an execution that they agreed on."""
+        if self.world_size == 1:
+            return list(flags)
+        vote = torch.tensor(list(flags), dtype=torch.int32, device="cpu")
+        self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.group, async_op=True), description)
+        return [bool(flag) for flag in vote.tolist()]
+
     def tell(self, what: str, text: str) -> list[str]:
         """What every rank says, by rank, each cut to 2,000 bytes. A collective call, as `begin`.
 

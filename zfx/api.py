@@ -14,11 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .agreement import digest_of
+from .aliases import check_aliases, remember_replaced
 from .blueprint import Blueprint
 from .born import initial_shards, is_on_meta
 from .bucket import gather_whole
 from .channels import Channels, channels_for
 from .costs import CostModel, load_costs
+from .dtensors import learn_operators
 from .engine import MARK, Engine, Slot
 from .errors import RankMismatch
 from .fingerprint import fingerprint
@@ -109,9 +111,7 @@ def compile(
     mesh, world_size, replicas = find_ranks(world_size, mesh, replicas)
     _check_model(model)
     limits = limits or Limits()
-    if mesh is not None:
-        _check_sparse(model)
-    elif limits.follows_free_memory:
+    if mesh is None and limits.follows_free_memory:
         raise ValueError("memory_budget='auto' follows the free memory of running ranks: without a process group, give bytes")
     entries = unique_parameters(model)
     precision = precision or Precision()
@@ -133,6 +133,8 @@ def compile(
     if mesh is not None:
         device = _device(mesh)
         assert channels is not None
+        learn_operators()
+        remember_replaced(model)
         shards = _initialise(model, layouts, init_fn, mesh, device, channels) if is_on_meta(model) else {}
         shard_parameters(model, layouts, mesh, device, shards)
         _place_buffers(model, device)
@@ -156,7 +158,7 @@ def compile(
     if channels is not None:
         engine.watch()
     model.__dict__["_zfx_engine"] = engine
-    model.__class__ = subclass(base)  # type: ignore[assignment]
+    model.__class__ = subclass(base, slots[0].places[0] if slots else None)  # type: ignore[assignment]
     return model
 
 
@@ -277,6 +279,8 @@ def _check_model(model: nn.Module) -> None:
                 f"the gradient instead of all rows. Register hooks after zfx.compile, and let them work on DTensors"
             )
         params[id(param)] = name
+    _check_sparse(model)
+    check_aliases(model)
     _check_optimizers(params)
 
 

@@ -14,8 +14,10 @@ import torch
 from .agreement import digest_of
 from .bucket import Transfers, gather_whole
 from .channels import Channels
+from .held import Held
 from .ir import Schedule
 from .ops import BLUEPRINTS
+from .recapture import Signature
 from .settings import Settings
 from .shard import Layout
 from .window import Window
@@ -47,9 +49,12 @@ class Blueprint:
         self.index = {name: i for i, name in enumerate(self.names)}
         self.world_size, self.settings, self.channels, self.replicas = world_size, settings, channels, replicas
         self.window: weakref.ref[Window] | None = None  # the engine's, where micro-batches are accumulated
+        self.held: weakref.ref[Held] | None = None  # the engine's
+        self.holds = False  # whether plans leave room for gradients that wait
         self.schedules: list[Schedule] = []
         self.read_in_backward: set[str] = set()  # parameters that the backward of some schedule reads
         self.graphs: list[dict[str, torch.fx.GraphModule]] = []
+        self.captured: list[Signature] = []
         self.id = next(_ids)
         BLUEPRINTS[self.id] = self
 
@@ -89,12 +94,28 @@ class Blueprint:
         value = Transfers([self.layouts[index]], [False]).all_gather(channels.gathers, [shard]).wait()[0]
         return value.clone() if self.layouts[index].replicated else value  # an operator must not return its input
 
+    def held_bytes(self) -> dict[str, int]:
+        """By parameter: what is held of its gradient where it waits."""
+        return {layout.name: layout.numel * layout.held_dtype.itemsize for layout in self.layouts}
+
+    def reduce_held(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The shards of gradients that waited, and that the last backward did not complete. By index; a collective call."""
+        if not values:
+            return {}
+        channels = self.agree(f"reduction of what waited: {', '.join(self.names[i] for i in values)}")
+        return dict(zip(values, _reduced(channels, [self.layouts[i].of_held() for i in values], list(values.values()))))
+
     def reduce_now(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """What the naive reduce_scatter does."""
         channels = self.agree(f"reduce_scatter {self.names[index]}")
-        transfers = Transfers([self.layouts[index]], [False])
-        reduced = transfers.reduce_scatter(channels.reductions, [grad]).wait()
-        if channels.across is not None:
-            reduced = transfers.all_reduce(channels.across, reduced).wait()
-        shard = reduced.split()[0]
+        (shard,) = _reduced(channels, [self.layouts[index]], [grad])
         return shard.clone() if self.world_size == 1 else shard
+
+
+def _reduced(channels: Channels, layouts: Sequence[Layout], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's rows of the means, at once."""
+    transfers = Transfers(layouts, [False] * len(layouts))
+    reduced = transfers.reduce_scatter(channels.reductions, grads).wait()
+    if channels.across is not None:
+        reduced = transfers.all_reduce(channels.across, reduced).wait()
+    return reduced.split()

@@ -163,15 +163,15 @@ class Reduced:
 class Reducing:
     """A reduction under way. Holds what the wire still reads."""
 
-    __slots__ = ("_parts", "_rank", "_transfers", "_whole")
+    __slots__ = ("_parts", "_rank", "_whole", "transfers")
 
     def __init__(
         self, transfers: Transfers, rank: int, parts: Callable[[], list[torch.Tensor]], whole: Callable[[], list[torch.Tensor]]
     ) -> None:
-        self._transfers, self._rank, self._parts, self._whole = transfers, rank, parts, whole
+        self.transfers, self._rank, self._parts, self._whole = transfers, rank, parts, whole
 
     def wait(self) -> Reduced:
-        return Reduced(self._transfers, self._rank, [*self._parts(), *self._whole()])
+        return Reduced(self.transfers, self._rank, [*self._parts(), *self._whole()])
 
 
 class Averaging:

@@ -109,7 +109,7 @@ class Source:
         storage = _storage(self.metadata, directory)
         paths = self.metadata.planner_data if isinstance(self.metadata.planner_data, dict) else {}
         for key, entry in self.metadata.state_dict_metadata.items():
-            path = paths.get(key)
+            path: Any = paths.get(key)
             self.paths[key] = path if _is_path(path) else (key,)
             if isinstance(entry, TensorStorageMetadata):
                 self.tensors[key] = _stored_tensor(key, entry, storage, directory)

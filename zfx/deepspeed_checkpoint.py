@@ -183,7 +183,7 @@ def _cast(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> Callable[[], 
 def _record(found: ZeroCheckpoint, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     extras = {"deepspeed": {"stage": found.stage, "world_size": found.world_size, "global_steps": found.step}}
     config = next((p for p in (found.directory / "config.json", found.directory.parent / "config.json") if p.is_file()), None)
-    shared = {
+    shared: dict[str, Any] = {
         "schedulers": [],
         "scaler": None,
         "extras": extras,

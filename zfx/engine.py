@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from . import build, capture
+from ._compat import backward_accumulates
 from .blueprint import Blueprint
 from .errors import CaptureError
+from .held import Held
 from .ir import Schedule
-from .leaf import copy_leaves
+from .leaf import copy_leaves, raise_failure
 from .ops import all_gather
 from .shard import Layout, Owner, ToLocal
 from .versions import Outsides
@@ -55,6 +58,32 @@ class Slot:
         return replace(self, holder=memo[id(self.holder)], others=others)
 
 
+@dataclass(slots=True)
+class Entry:
+    """One function of the model: as it is, over gathered parameters, and the same under torch.compile.
+
+    Attributes:
+        generation: of plans; where the engine's is a later one, what was captured is captured anew.
+    """
+
+    function: Callable[..., Any]
+    traced: Callable[..., Any]
+    compiled: Callable[..., Any]
+    generation: int
+
+
+def is_gathered(model: nn.Module, place: tuple[str, str] | None) -> bool:
+    """Whether the parameter at this place is a whole value just now: a call of the model is then one inside its own captured code,
+    and means its own forward. Not a flag on the model: where forward hooks a tensor, Dynamo leaves one set."""
+    if place is None:
+        return torch.compiler.is_compiling()
+    module: nn.Module | None = model
+    for name in place[0].split(".") if place[0] else ():
+        module = module._modules.get(name) if module is not None else None
+    value = None if module is None else module._parameters.get(place[1])
+    return value is not None and not isinstance(value, nn.Parameter) and not isinstance(value, DTensor)
+
+
 class Engine:
     """See the module. Made by `zfx.compile`.
 
@@ -73,14 +102,37 @@ class Engine:
         num_micro_batches = blueprint.settings.accumulate
         self.window = Window(num_micro_batches) if num_micro_batches > 1 else None
         blueprint.window = None if self.window is None else weakref.ref(self.window)
-        self.traced = self._make_traced(forward)
-        self.compiled = capture.compiled(blueprint, self.traced)
+        held_by = self.slots  # not by the engine: a cycle would keep its parameters alive until they are collected
+        self.held = Held(blueprint.names, lambda: [slot.holder[slot.key] for slot in held_by])
+        blueprint.held = weakref.ref(self.held)
+        self.generation = 0
+        self.main = self.entry(self.forward)
+
+    def entry(self, function: Callable[..., Any]) -> Entry:
+        """A function of the model and other arguments, to be called through the engine; its captures are its own."""
+        traced = self._make_traced(function)
+        return Entry(function, traced, capture.compiled(self.blueprint, traced), self.generation)
+
+    def _renew(self, entry: Entry) -> None:
+        """Forget what an entry has captured for plans that hold no longer."""
+        new = self.entry(entry.function)
+        entry.traced, entry.compiled, entry.generation = new.traced, new.compiled, new.generation
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, gradients wait. Under a budget in bytes, what waits needs room, so everything is planned anew the first time."""
+        blueprint = self.blueprint
+        if blueprint.settings.limits.memory_budget is not None and not blueprint.holds:
+            blueprint.holds = True
+            self.generation += 1
+        return self.held.waiting()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """The engine of a deep copy of the model: same plan, same ranks, its own parameters and captures. `memo` knows the copies
         of the dicts that hold the parameters, since a module's engine comes last in its `__dict__`."""
         copy_leaves([m for m in memo.values() if isinstance(m, nn.Module)])
         slots = [slot.copied(memo) for slot in self.slots]
+        for slot in slots:
+            slot.holder[slot.key].grad = None  # deepcopy gives a plain parameter none, but a DTensor its own's
         blueprint = self.blueprint.again()
         for copied in memo.values():
             attributes = copied.__dict__ if isinstance(copied, nn.Module) else copied  # the outermost's are not in place yet
@@ -90,8 +142,10 @@ class Engine:
 
     # ---- the call ------------------------------------------------------------------------------------------------------
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        blueprint = self.blueprint
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry | None = None) -> Any:
+        blueprint, entry = self.blueprint, entry or self.main
+        if entry.generation != self.generation:
+            self._renew(entry)
         if blueprint.channels is None:
             raise RuntimeError(
                 f"this model was compiled for world_size={blueprint.world_size} without a process group: it can be planned "
@@ -100,9 +154,9 @@ class Engine:
             )
         shards = self.shards()
         if self.eager:
-            return self.traced(model, shards, args, kwargs)
+            return entry.traced(model, shards, args, kwargs)
         with capture.explained(lambda: self.check_modules(model), self.has_rnn):
-            return self.compiled(model, shards, args, kwargs)
+            return entry.compiled(model, shards, args, kwargs)
 
     def shards(self) -> list[torch.Tensor]:
         """This rank's shards as plain tensors, joined to the DTensor parameters where a gradient will be wanted."""
@@ -113,12 +167,12 @@ class Engine:
             raise self._foreign(params) from None
         self._check_places(params, local)
         if self.window is not None:
-            self.window.enter(params)
+            self.window.enter(params, waiting=bool(self.held.values))
         if torch.is_grad_enabled():
             wanted = [i for i, p in enumerate(params) if p.requires_grad]
             if wanted:
                 changed = self._refuse_changed(wanted)
-                for i, shard in zip(wanted, ToLocal.apply(changed, *[params[i] for i in wanted])):
+                for i, shard in zip(wanted, ToLocal.apply(changed, self._finish(wanted), *[params[i] for i in wanted])):
                     local[i] = shard
         return local
 
@@ -172,12 +226,34 @@ class Engine:
 
         return changed
 
+    def _finish(self, wanted: list[int]) -> Callable[[list[int]], dict[int, torch.Tensor]]:
+        blueprint, alive = self.blueprint, weakref.ref(self.held)
+
+        def finish(indices: list[int]) -> dict[int, torch.Tensor]:
+            """At the end of a backward: the reduced gradients of those that waited and that it did not complete itself."""
+            held = alive()
+            if held is None or held.depth or not held.values or not backward_accumulates():
+                return {}
+            found = blueprint.reduce_held(held.take([wanted[i] for i in indices]))
+            return {i: found[wanted[i]] for i in indices if wanted[i] in found}
+
+        return finish
+
     def check_modules(self, model: nn.Module) -> None:
         """Refuse a model whose modules are not those that were compiled. Asked only when a capture has failed.
 
         Raises:
             ValueError: a module was replaced or removed.
+            CaptureError: one has a backward hook, or a leaf knows the reason.
         """
+        raise_failure()
+        for path, module in model.named_modules():
+            if module is not model and (module._backward_hooks or module._backward_pre_hooks):
+                raise CaptureError(
+                    f"the module {path!r} has a backward hook, which Dynamo does not trace",
+                    advice="hook a tensor in forward (output.register_hook(...)), a parameter, or the outermost module; or name a "
+                    "module around this one in zfx.compile(..., leaf_modules=[...]): it runs eagerly, hooks and all",
+                )
         for layout, slot in zip(self.blueprint.layouts, self.slots):
             for path, _ in slot.places:
                 module = dict(model.named_modules(remove_duplicate=False)).get(path)
@@ -253,15 +329,17 @@ class Engine:
         raise CaptureError("nothing was captured: these inputs already have a plan", advice="capture before the first plan")
 
     def _trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.main.generation != self.generation:
+            self._renew(self.main)
         with capture.explained(lambda: self.check_modules(model), self.has_rnn):
             if self.blueprint.channels is not None:
-                self.compiled(model, self.shards(), args, kwargs)
+                self.main.compiled(model, self.shards(), args, kwargs)
                 return
             params = [slot.holder[slot.key] for slot in self.slots]
             shards = [_example_shard(layout, param) for layout, param in zip(self.blueprint.layouts, params)]
             args, kwargs = tree_map_only(torch.Tensor, _stand_in, (args, kwargs))
             with _meta_replaced(model):
-                self.compiled(model, shards, args, kwargs)
+                self.main.compiled(model, shards, args, kwargs)
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -26,6 +26,13 @@ class CaptureError(ZfxError):
         super().__init__(f"cannot capture the model as one graph{where}: {reason}" + (f"\n{advice}" if advice else ""))
 
 
+class LoopError(ZfxError, RuntimeError):
+    """The code around a compiled model asks for what its sharded parameters can't do, or at a time when they can't.
+
+    A `RuntimeError` too, as torch raises one for most of these. The message says what to do instead.
+    """
+
+
 class InfeasibleBudget(ZfxError):
     """No schedule of this program can respect the limit.
 

@@ -113,6 +113,15 @@ class Layout:
         """The same, gathered as it is stored."""
         return replace(self, gathered_dtype=self.dtype)
 
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """What whole gradients of several micro-batches are added up in, where they wait for one reduction."""
+        return torch.promote_types(self.gathered_dtype, self.reduce_dtype or self.gathered_dtype)
+
+    def of_held(self) -> Layout:
+        """The same for gradients that come in `held_dtype`."""
+        return replace(self, gathered_dtype=self.held_dtype)
+
     def shard_bytes(self, trainable: bool) -> int:
         """What a rank holds of it all the time: its shard and its gradient's."""
         return self.chunk_numel * self.dtype.itemsize * (2 if trainable else 1)
@@ -226,10 +235,12 @@ class ToLocal(torch.autograd.Function):
     """From the DTensor parameters that the user sees to the plain shards that the graphs work on, and gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, changed: Callable[[list[int]], None], *params: DTensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, changed: Callable[[list[int]], None], finish: Callable[[list[int]], dict[int, torch.Tensor]], *params: DTensor
+    ) -> tuple[torch.Tensor, ...]:
         # autograd itself would not notice a shard that was changed between forward and backward: [Note: versions of shards]
         ctx.changed, ctx.params, ctx.versions = changed, params, [version(p) for p in params]
-        ctx.specs = [p._spec for p in params]
+        ctx.specs, ctx.finish = [p._spec for p in params], finish
         ctx.set_materialize_grads(False)
         return tuple(p._local_tensor.detach() for p in params)
 
@@ -243,4 +254,6 @@ class ToLocal(torch.autograd.Function):
         changed = [i for i, (p, before) in enumerate(zip(ctx.params, ctx.versions)) if version(p) != before]
         if changed:
             ctx.changed(changed)
-        return (None, *(None if g is None else make_dtensor(g, spec) for g, spec in zip(grads, ctx.specs)))
+        more = ctx.finish(list(range(len(grads))))
+        summed = [more.get(i) if g is None else g + more[i] if i in more else g for i, g in enumerate(grads)]
+        return (None, None, *(None if g is None else make_dtensor(g, spec) for g, spec in zip(summed, ctx.specs)))

@@ -5,9 +5,11 @@ Made anew for each model, which it must not outlive.
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,20 +18,38 @@ from torch import nn
 from ._compat import make_dtensor
 from .agreement import digest_of
 from .conversion import is_transformers
-from .engine import Engine
+from .dtensors import explained_methods
+from .engine import Engine, is_gathered
+from .errors import LoopError
 from .fingerprint import fingerprint
 from .handle import Handle
 from .shard import shard_of, unique_parameters
 
 
-def subclass(base: type[nn.Module]) -> type[nn.Module]:
+def subclass(base: type[nn.Module], place: tuple[str, str] | None) -> type[nn.Module]:
+    """
+    Args:
+        place: module path and name of one of its parameters, if it has any.
+    """
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if "_zfx_engine" not in self.__dict__ or is_gathered(self, place):  # made from parts of it, or called in its function
+            return base.forward(self, *args, **kwargs)
         return self.__dict__["_zfx_engine"](self, args, kwargs)
+
+    def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["_zfx_engine"].held.values.clear()
+        base.zero_grad(self, *args, **kwargs)
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
 
     def body(namespace: dict[str, Any]) -> None:
+        namespace.update(explained_methods(base))
+        namespace.update(copying(base))
+        if hasattr(base, "generate"):
+            namespace.update(generate=_generate(base))
         namespace.update(
+            zero_grad=zero_grad,
             forward=forward,
             load_state_dict=_load_state_dict(base),
             zfx=property(lambda self: Handle(self, self.__dict__["_zfx_engine"])),
@@ -41,6 +61,43 @@ def subclass(base: type[nn.Module]) -> type[nn.Module]:
             namespace.update(save_pretrained=_save_pretrained, resize_token_embeddings=_resize_token_embeddings)
 
     return types.new_class(base.__name__, (base,), exec_body=body)
+
+
+def copying(base: type[nn.Module]) -> dict[str, Any]:
+    """Copies within the process, and an error for those that leave it."""
+
+    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        return copy._reconstruct(self, memo, *base.__reduce_ex__(self, 4))  # type: ignore[attr-defined]
+
+    def shallow_copy(self: nn.Module) -> nn.Module:
+        return copy._reconstruct(self, None, *base.__reduce_ex__(self, 4))  # type: ignore[attr-defined]
+
+    def refused(self: nn.Module, *args: Any) -> Any:
+        raise LoopError(
+            f"a compiled model can't be pickled or shared with other processes: this rank holds shards of {base.__name__}. Save "
+            "its state with torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
+            "full_state_dict=True)), and compile in each process"
+        )
+
+    methods: dict[str, Any] = {"share_memory": refused, "__reduce_ex__": refused}
+    if not hasattr(base, "__deepcopy__"):
+        methods["__deepcopy__"] = deepcopy
+    if not hasattr(base, "__copy__"):
+        methods["__copy__"] = shallow_copy
+    return methods
+
+
+def _generate(base: Any) -> Callable[..., Any]:
+    """transformers' `generate`, with `synced_gpus=True` where there are several ranks: whoever has its text goes on with them."""
+
+    @functools.wraps(base.generate)
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        takes_it = "synced_gpus" in inspect.signature(base.generate).parameters
+        if takes_it and kwargs.get("synced_gpus") is None and self.__dict__["_zfx_engine"].blueprint.world_size > 1:
+            kwargs["synced_gpus"] = True
+        return base.generate(self, *args, **kwargs)
+
+    return generate
 
 
 def _load_state_dict(base: type[nn.Module]) -> Any:
