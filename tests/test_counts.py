@@ -165,6 +165,7 @@ def lora() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_frozen_llama_with_lora_reduces_and_holds_the_adapters_alone() -> None:
     for found in run_ranks(2, lora):
         assert found["number"] == 8 * 3 * 2 == found["reduced number"] == found["completed"] == found["outputs"]

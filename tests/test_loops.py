@@ -43,8 +43,8 @@ class Language(nn.Module):
 
 def language_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    batch, length = (int(torch.randint(1, high, (), generator=generator)) for high in (5, 30))
-    ids = torch.randint(9, (batch, length + 1), generator=generator)
+    length = int(torch.randint(2, 30, (), generator=generator))  # torch captures a size of 1 for itself
+    ids = torch.randint(9, (3, length + 1), generator=generator)
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
