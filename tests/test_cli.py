@@ -207,6 +207,17 @@ def test_no_backward(folder: Path, capsys: pytest.CaptureFixture[str], monkeypat
         assert answer["volume"]["gathered_bytes"] == 4 * 4 * 32 * 31  # 30 rows on 8 ranks are 32, each of 30 + 1 elements
 
 
+def test_master_weights_are_gathered_in_sixteen_bits(folder: Path, net: dict[str, Any], capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(folder)
+    assert run(["plan", "models:net", "--world-size", "64", "--param-dtype", "bfloat16", "--json"]) == 0
+    mixed = json.loads(capsys.readouterr().out)
+    for what in ("gathered_bytes", "reduced_bytes"):
+        assert 2 * mixed["volume"][what] == net["volume"][what]
+    for what in ("peak", "forward_end"):
+        assert mixed["memory"][what]["shards_bytes"] == net["memory"][what]["shards_bytes"]
+    assert mixed["memory"]["optimizer_bytes"] == net["memory"]["optimizer_bytes"]
+
+
 def test_replicas(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.chdir(folder)
     out = folder / "replicas.json"
@@ -428,6 +439,7 @@ WRONG: dict[str, tuple[int, tuple[str, ...], str]] = {
     "negative budget": (2, ("plan", "models:net", *N, "--memory-budget", "-5"), "-5"),
     "infinite limit": (2, ("plan", "models:net", *N, "--max-live-parameters", "inf"), "inf"),
     "unknown optimizer": (2, ("plan", "models:net", *N, "--optimizer", "adam"), "adamw"),
+    "unknown param dtype": (2, ("plan", "models:net", *N, "--param-dtype", "int4"), "bfloat16"),
     "unknown dtype": (2, ("plan", "models:net", *N, "--dtype", "int4"), "bfloat16"),
     "option without use": (2, ("plan", "models:net", *N, "--seq", "9"), "--seq"),
     "checkpoint without use": (2, ("plan", "models:net", *N, "--checkpoint"), "--checkpoint"),

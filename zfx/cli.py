@@ -100,7 +100,10 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-fp32 or none.")] = "adamw",
     seq: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
     batch: Annotated[int | None, typer.Option(help="Rows on each rank.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the parameters.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the parameters, and so of their shards.")] = None,
+    param_dtype: Annotated[
+        str | None, typer.Option(help="What they are gathered and computed in (zfx.Precision), if that is another one.")
+    ] = None,
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="Recompute each layer's activations (transformers models).")
     ] = False,
@@ -143,6 +146,8 @@ def plan(
         raise Usage(f"--points must be at least 2, got {points}")
     if not 0 <= margin < 1:
         raise Usage(f"--margin must be a share from 0 up to 1, got {margin}")
+    if param_dtype is not None and param_dtype not in targets.DTYPES:
+        raise Usage(f"unknown --param-dtype {param_dtype!r}; known are {', '.join(targets.DTYPES)}")
     if optimizer not in OPTIMIZERS:
         raise Usage(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
     _check_out(out or [], sweep)
@@ -161,7 +166,7 @@ def plan(
     found = targets.load(target, batch=batch, seq=seq, dtype=dtype)
     if checkpoint:
         _checkpoint(found)
-    captured = _captured(found, backward)
+    captured = _captured(found, backward, param_dtype)
 
     def program_at(ranks: int) -> Program:
         return replace(captured.program(ranks, cluster.costs_at(ranks), replicas), uniform=uniform)
@@ -239,13 +244,16 @@ def _checkpoint(found: Any) -> None:
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _captured(found: Any, backward: bool) -> Any:
+def _captured(found: Any, backward: bool, param_dtype: str | None) -> Any:
     import torch
 
     from .api import compile as compile_
+    from .precision import Precision
+    from .target import DTYPES
 
     found.model.train(backward)
-    model = compile_(found.model, world_size=_CAPTURE_RANKS)
+    precision = Precision(DTYPES[param_dtype]) if param_dtype else None
+    model = compile_(found.model, world_size=_CAPTURE_RANKS, precision=precision)
     with busy(f"capturing {found.name}"), torch.set_grad_enabled(backward):
         try:
             captured = model.zfx.capture(*found.args, **found.kwargs)
