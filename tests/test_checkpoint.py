@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 
 import zfx
@@ -154,7 +153,9 @@ def torch_alone(folder: str) -> None:
     ):
         again = Job(seed=4)
         own = copied(model_state), copied(optim_state)  # torch's functions may hand out, and take, the very tensors of a run
-        set_state_dict(again.model, again.optimizer, model_state_dict=own[0], optim_state_dict=own[1], options=options)
+        # not by set_state_dict: where a rank has no state of its own, that takes it for a call without a model, and the others wait
+        set_model_state_dict(again.model, own[0], options=options)
+        set_optimizer_state_dict(again.model, again.optimizer, own[1], options=options)
         goes_on(again, what)
     again = Job(seed=4)
     state = {"model": get_model_state_dict(again.model), "optim": get_optimizer_state_dict(again.model, again.optimizer)}

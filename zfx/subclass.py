@@ -117,7 +117,8 @@ def _load_state_dict(base: type[nn.Module]) -> Any:
             return base.load_state_dict(self, state_dict, strict=strict, assign=assign)
         lines = [f"load_state_dict of {engine.blueprint.model_name}, strict={strict}, assign={assign}"]
         own = {name for name, _ in self.named_buffers()}  # each rank's own, so that their values may differ
-        lines += [f"{name}: {_described(value, name not in own)}" for name, value in state_dict.items()]
+        # sorted: torch's broadcast_from_rank0 gives each rank the same names in an order of its own
+        lines += [f"{name}: {_described(value, name not in own)}" for name, value in sorted(state_dict.items())]
         engine.blueprint.channels.agreement.begin(digest_of(lines), lines)
         if assign:
             _check_dtypes(self, state_dict)
