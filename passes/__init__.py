@@ -10,6 +10,7 @@ The life of a plan, in order. Each entry is one file, and its docstring states t
     wait.py      wait_reductions     where each reduction is waited for
     place.py     launch_late         each gather as late as time allows: less memory
     choose.py    choose_fastest      never slower than a simple rule (baselines.py)
+    refine.py    refine              small changes of the whole, while they make it faster (moves.py, settle.py)
     lower.py     `Schedule` -> graphs with collectives                               (needs torch; not imported here)
 
     demand.py    gather_on_demand    the schedule that holds least: where lists of one's own may begin
@@ -42,6 +43,7 @@ from .gather import bucket_gathers
 from .keep import keep_parameters
 from .place import launch_early, launch_late
 from .reduce import bucket_reductions
+from .refine import refine
 from .wait import wait_reductions
 
 Pass = Callable[[Schedule], Schedule]
@@ -56,6 +58,7 @@ PIPELINE: tuple[Pass, ...] = (
     launch_late,
     wait_reductions,
     choose_fastest,
+    refine,
 )
 
 

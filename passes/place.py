@@ -19,7 +19,7 @@ from dataclasses import replace
 from zfx.ir import Schedule
 
 from .memory import bytes_left, element_room, gathered_bytes, gathered_elements, gradient_bytes
-from .timeline import Gather, Timeline, read, turn_of, with_launches, write
+from .timeline import Gather, Timeline, agenda, read, turn_of, with_launches, write
 from .timing import simulate
 from .view import actual_us
 
@@ -133,61 +133,39 @@ def launch_late(schedule: Schedule) -> Schedule:
     Reference: Hutchinson, Sanders, Vitter, *Duality between prefetching and queued writing with parallel disks*, 2005.
     """
     timeline, durations_us = read(schedule), actual_us(schedule.program)
-    program, costs, gathers = timeline.program, timeline.program.costs, timeline.gathers
+    costs, gathers, reductions, rows = timeline.program.costs, timeline.gathers, timeline.reductions, agenda(timeline)
     times = simulate(timeline, durations_us)
     deadline = times.finish_us * (1 + 1e-9)
-    reductions = _ReductionTails(timeline)
-    launches = [g.launch for g in gathers]
+    launches = {index: gather.launch for index, gather in enumerate(gathers)}
     moved: dict[int, list[float]] = defaultdict(list)  # by launch point: transfer and tail of the gathers moved there
-    index, latest = len(gathers), len(program.steps)
-    queue_tail = 0.0  # the longest path from the start of the next transfer in the queue to the finish
+    queue_tails: dict[int, float] = {}  # of gathers, from the start of the transfer to the finish
+    ends: dict[int, float] = {}  # of reductions, from their end to the finish
+    latest = len(durations_us)
+    gather_tail = reduce_tail = 0.0  # the longest path from the start of the next transfer in the queue to the finish
     tail = 0.0  # the longest path from compute, here, to the finish
-    for point in range(len(program.steps), -1, -1):
-        if point < len(program.steps):
+    for point in range(len(durations_us), -1, -1):
+        if point < len(durations_us):
             tail += durations_us[point]
-        while index and gathers[index - 1].wait == point:
-            index -= 1
+        row = rows.get(point, [])
+        while row and row[-1][0] == "wait":
+            index = row.pop()[1]
             tail += costs.busy_us(gathers[index].num_bytes)
-            queue_tail = costs.gather_us(gathers[index].num_bytes) + max(queue_tail, tail)
+            gather_tail = costs.gather_us(gathers[index].num_bytes) + max(gather_tail, tail)
             latest = min(latest, point)
-            in_time = bisect_right(times.launch_us, deadline - queue_tail, hi=latest + 1) - 1
-            latest = launches[index] = max(launches[index], in_time)
-            moved[latest].append(queue_tail)
-        if point in moved:
-            tail = max(tail, *moved[point])
-        tail = reductions.pass_point(point, tail)
-    return write(with_launches(timeline, launches))
-
-
-class _ReductionTails:
-    """Longest paths to the finish that lead through reductions, taken point by point from the last to the first."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._costs, self._reductions = timeline.program.costs, timeline.reductions
-        self._launched = self._waited = len(timeline.reductions)
-        self._ends = [0.0] * len(timeline.reductions)  # the longest path from the end of each to the finish
-        self._queue_tail = 0.0
-
-    def pass_point(self, point: int, tail: float) -> float:
-        """From the tail of compute after this point's reductions to the tail before them."""
-        reductions = self._reductions
-        while self._launched and reductions[self._launched - 1].launch == point:
-            self._launched -= 1
-            tail = self._pass_waits(point, point, tail)
-            end = max(self._ends[self._launched], self._queue_tail)
-            num_bytes = reductions[self._launched].num_bytes
-            self._queue_tail = self._costs.reduce_us(num_bytes) + end
-            tail = self._costs.busy_us(num_bytes) + max(tail, self._queue_tail)
-        return self._pass_waits(point, -1, tail)
-
-    def _pass_waits(self, point: int, launch: int, tail: float) -> float:
-        """What is waited for at this point: those launched here too (one at a time), or those launched before."""
-        while self._waited and self._reductions[self._waited - 1].wait == point:
-            index = self._waited - 1
-            if (launch >= 0) != (self._reductions[index].launch == point) or (launch >= 0 and index != self._launched):
-                break
-            self._waited -= 1
-            self._ends[index] = tail
-        return tail
-
-
+            in_time = bisect_right(times.launch_us, deadline - gather_tail, hi=latest + 1) - 1
+            if in_time > launches[index]:
+                launches[index] = in_time
+                moved[in_time].append(gather_tail)
+            queue_tails[index] = gather_tail
+            latest = launches[index] - (gathers[index].ahead > 0 and launches[index] == gathers[index].launch)
+        tail = max([tail, *moved.get(point, ())])
+        for kind, index in reversed(row):
+            if kind == "all_gather":
+                tail = max(tail, queue_tails[index]) if launches[index] == point else tail
+            elif kind == "wait_reduce":
+                ends[index] = tail
+            else:
+                reduce_tail = costs.reduce_us(reductions[index].num_bytes) + max(ends[index], reduce_tail)
+                tail = costs.busy_us(reductions[index].num_bytes) + max(tail, reduce_tail)
+    late = (g if launches[i] == g.launch else replace(g, launch=launches[i], ahead=0) for i, g in enumerate(gathers))
+    return write(replace(timeline, gathers=tuple(late)))

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from zfx.ir import Bucket, Instruction, Kind, Limits, Parameter, Program, Schedule
 
@@ -37,13 +38,14 @@ class Gather:
     """Intervals that are launched together at point `launch` and waited for together at point `wait`.
 
     `wait` is at most the first read of any member, and of any member of a later gather: the channel is first in, first out.
-    Those in `packed` travel in one packing buffer.
+    Those in `packed` travel in one packing buffer. It is launched `ahead` of so many of what reductions do at its point; 0: last.
     """
 
     members: tuple[Interval, ...]
     launch: int
     wait: int
     packed: tuple[Interval, ...] = ()
+    ahead: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +76,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A schedule by parameter. Gathers stand in launch order, reductions in launch order, which is completion order.
+    """A schedule by parameter. Gathers and reductions stand in the order in which they are launched.
 
     `carried` are the intervals that began in an earlier micro-batch: live from point 0, and never gathered here.
     """
@@ -132,12 +134,17 @@ def read(schedule: Schedule) -> Timeline:
     owner: dict[str, int | None] = dict.fromkeys(schedule.carried) if arrives else {}  # name -> the bucket that brought it
     carried = tuple(owner)
     last: dict[tuple[int | None, str], int] = {}
+    seen: dict[int, int] = defaultdict(int)  # by point, what reductions have done there so far
+    behind: dict[int, int] = {}  # by gather, how much of that stands before it
     for instruction in schedule.instructions:
+        if instruction.kind in ("reduce_scatter", "wait_reduce"):
+            seen[instruction.point] += 1
         if instruction.bucket is None:
             last.update({(owner[name], name): instruction.point - 1 for name in instruction.parameters})
         elif instruction.kind in ("all_gather", "reduce_scatter"):
             launches[instruction.bucket] = instruction.point
             if instruction.kind == "all_gather":
+                behind[instruction.bucket] = seen[instruction.point]
                 owner.update(dict.fromkeys(instruction.parameters, instruction.bucket))
         else:
             waits[instruction.bucket] = instruction.point
@@ -149,7 +156,8 @@ def read(schedule: Schedule) -> Timeline:
             for name in bucket.parameters:
                 first = reads[name][bisect_left(reads[name], launch)]
                 members.append(Interval(parameters[name], first, last.get((bucket.index, name), num_steps)))
-            gathers.append(Gather(tuple(members), launch, wait, tuple(i for i in members if i.parameter.name in packed)))
+            small = tuple(i for i in members if i.parameter.name in packed)
+            gathers.append(Gather(tuple(members), launch, wait, small, seen[launch] - behind[bucket.index]))
         else:
             gradients = tuple(parameters[name] for name in bucket.parameters)
             reductions.append(Reduction(gradients, launch, wait, tuple(p for p in gradients if p.name in packed)))
@@ -157,58 +165,75 @@ def read(schedule: Schedule) -> Timeline:
     return Timeline(program, schedule.limits, tuple(gathers), tuple(reductions), held)
 
 
-def write(timeline: Timeline) -> Schedule:
-    """The timeline as instructions.
+def agenda(timeline: Timeline) -> dict[int, list[tuple[Kind, int]]]:
+    """By point, what is done there besides releasing, in order: each a kind, and the index of the gather or reduction.
 
     The order at a point is the one that holds least. What frees comes first, what allocates last:
 
         release  ->  wait_reduce  ->  reduce_scatter (each with its wait_reduce, if that is due here)  ->  all_gather  ->  wait
 
-    `release` stands before `wait_reduce` because it never blocks; launches stand before `wait` so that the next
-    bucket is in the queue while this one is waited for.
+    but for gathers that are launched `ahead`, which gives the channel more time where there is room for it. `release` stands before
+    `wait_reduce` because it never blocks; launches stand before `wait` so that the next bucket is in the queue while this one is
+    waited for.
     """
+    rows: dict[int, list[tuple[Kind, int]]] = defaultdict(list)
+    for index, reduction in enumerate(timeline.reductions):
+        if reduction.wait > reduction.launch:
+            rows[reduction.wait].append(("wait_reduce", index))
+    for index, reduction in enumerate(timeline.reductions):
+        rows[reduction.launch].append(("reduce_scatter", index))
+        if reduction.wait == reduction.launch:
+            rows[reduction.launch].append(("wait_reduce", index))
+    for index, gather in enumerate(timeline.gathers):
+        row = rows[gather.launch]
+        row.insert(len(row) - gather.ahead, ("all_gather", index))
+    for index, gather in enumerate(timeline.gathers):
+        rows[gather.wait].append(("wait", index))
+    return rows
+
+
+def write(timeline: Timeline) -> Schedule:
+    """The timeline as instructions: at each point the releases, and then what `agenda` says."""
     program = timeline.program
     num_steps, turn = len(program.steps), turn_of(program)
-    buckets: list[Bucket] = []
-    sections: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
+    rows: dict[int, list[Instruction]] = defaultdict(list)
+    gathers = [tuple(i.parameter.name for i in gather.members) for gather in timeline.gathers]
+    reductions = [tuple(p.name for p in reduction.members) for reduction in timeline.reductions]
+    packs = [*(tuple(i.parameter.name for i in g.packed) for g in timeline.gathers)]
+    packs += [tuple(p.name for p in r.packed) for r in timeline.reductions]
+    kinds: list[Literal["all_gather", "reduce_scatter"]] = ["all_gather"] * len(gathers)
+    kinds += ["reduce_scatter"] * len(reductions)
+    buckets = tuple(Bucket(*row) for row in zip(range(len(kinds)), kinds, (*gathers, *reductions), packs))
+    for point, events in agenda(timeline).items():
+        for kind, index in events:
+            bucket = buckets[index if kind in ("all_gather", "wait") else len(gathers) + index]
+            rows[point].append(Instruction(kind, point, bucket.parameters, bucket.index))
     released: dict[int, list[str]] = defaultdict(list)
-
-    def put(section: int, kind: Kind, point: int) -> None:
-        sections[point, section].append(Instruction(kind, point, buckets[-1].parameters, buckets[-1].index))
-
-    for gather in timeline.gathers:
-        names = tuple(i.parameter.name for i in gather.members)
-        buckets.append(Bucket(len(buckets), "all_gather", names, tuple(i.parameter.name for i in gather.packed)))
-        put(3, "all_gather", gather.launch)
-        put(4, "wait", gather.wait)
-    for reduction in timeline.reductions:
-        names = tuple(p.name for p in reduction.members)
-        buckets.append(Bucket(len(buckets), "reduce_scatter", names, tuple(p.name for p in reduction.packed)))
-        put(2, "reduce_scatter", reduction.launch)
-        put(2 if reduction.wait == reduction.launch else 1, "wait_reduce", reduction.wait)
     kept: set[str] = set()
     carried = {interval.parameter.name for interval in timeline.carried}
     escapes = set(program.escapes)
-    for interval in (*timeline.carried, *timeline.intervals):
+    arrivals = [(0, interval) for interval in timeline.carried]
+    arrivals += [(gather.wait, interval) for gather in timeline.gathers for interval in gather.members]
+    for arrival, interval in arrivals:
         name = interval.parameter.name
         if interval.last < num_steps:
             released[interval.last + 1].append(name)
         elif name not in escapes:
             carried.add(name)
-        if turn < num_steps and interval.first <= turn <= interval.last:
+        if arrival <= turn <= interval.last and turn < num_steps:
             kept.add(name)
     for point, members in released.items():
-        sections[point, 0].append(Instruction("release", point, tuple(members)))
+        rows[point].insert(0, Instruction("release", point, tuple(members)))
     return Schedule(
         program,
         timeline.limits,
-        tuple(buckets),
-        tuple(instruction for key in sorted(sections) for instruction in sections[key]),
+        buckets,
+        tuple(instruction for point in sorted(rows) for instruction in rows[point]),
         tuple(p.name for p in program.parameters if p.name in kept),
         tuple(p.name for p in program.parameters if p.name in carried),
     )
 
 
 def with_launches(timeline: Timeline, launches: Iterable[int]) -> Timeline:
-    """The same gathers, launched at other points."""
-    return replace(timeline, gathers=tuple(replace(g, launch=p) for g, p in zip(timeline.gathers, launches)))
+    """The same gathers, launched at other points: there last of all."""
+    return replace(timeline, gathers=tuple(replace(g, launch=p, ahead=0) for g, p in zip(timeline.gathers, launches)))

@@ -13,63 +13,49 @@ argument, see `view.py`.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .timeline import Timeline
-
-
-class GatherQueue:
-    """Replays the gathers' channel beside the compute clock, point by point."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._costs, self._gathers = timeline.program.costs, timeline.gathers
-        self._launched = self._waited = 0
-        self._ends: list[float] = []
-
-    def pass_point(self, point: int, now: float) -> float:
-        """Launch and wait for what is due at this point; the time when its step can run."""
-        gathers = self._gathers
-        while self._launched < len(gathers) and gathers[self._launched].launch == point:
-            begin = max(now, self._ends[-1]) if self._ends else now
-            self._ends.append(begin + self._costs.gather_us(gathers[self._launched].num_bytes))
-            self._launched += 1
-        while self._waited < len(gathers) and gathers[self._waited].wait == point:
-            now = max(now, self._ends[self._waited]) + self._costs.busy_us(gathers[self._waited].num_bytes)
-            self._waited += 1
-        return now
+from .timeline import Timeline, agenda
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """`launch_us[p]`: when what is gathered at point p is launched. `finish_us`: when all is over."""
+    """`launch_us[p]`: when what is gathered last at point p is launched. `finish_us`: when all is over.
+
+    By gather and by reduction: how long compute waits for it.
+    """
 
     launch_us: tuple[float, ...]
     finish_us: float
+    gather_stalls_us: tuple[float, ...]
+    reduce_stalls_us: tuple[float, ...]
 
 
 def simulate(timeline: Timeline, durations_us: Sequence[float]) -> Times:
     """Replay the timeline. Linear in steps and buckets."""
-    costs = timeline.program.costs
-    launched: dict[int, list[int]] = defaultdict(list)
-    waited: dict[int, list[int]] = defaultdict(list)
-    for index, reduction in enumerate(timeline.reductions):
-        launched[reduction.launch].append(index)
-        if reduction.wait > reduction.launch:
-            waited[reduction.wait].append(index)
-    ends: list[float] = []
-    gathers = GatherQueue(timeline)
-    launch_us, now = [], 0.0
+    costs, rows = timeline.program.costs, agenda(timeline)
+    gather_bytes = [gather.num_bytes for gather in timeline.gathers]
+    reduce_bytes = [reduction.num_bytes for reduction in timeline.reductions]
+    gathered, reduced = [0.0] * len(gather_bytes), [0.0] * len(reduce_bytes)  # when each is over
+    gather_stalls, reduce_stalls = [0.0] * len(gather_bytes), [0.0] * len(reduce_bytes)
+    gather_free = reduce_free = now = 0.0
+    launch_us = []
     for point, duration_us in enumerate((*durations_us, 0.0)):
-        for index in waited.get(point, ()):
-            now = max(now, ends[index])
-        for index in launched.get(point, ()):
-            now += costs.busy_us(timeline.reductions[index].num_bytes)
-            begin = max(now, ends[-1]) if ends else now
-            ends.append(begin + costs.reduce_us(timeline.reductions[index].num_bytes))
-            if timeline.reductions[index].wait == point:
-                now = max(now, ends[index])
-        launch_us.append(now)
-        now = gathers.pass_point(point, now) + duration_us
-    return Times(tuple(launch_us), now)
+        launched = now
+        for kind, index in rows.get(point, ()):
+            if kind == "all_gather":
+                gathered[index] = gather_free = max(now, gather_free) + costs.gather_us(gather_bytes[index])
+            elif kind == "wait":
+                gather_stalls[index] = max(0.0, gathered[index] - now)
+                now = max(now, gathered[index]) + costs.busy_us(gather_bytes[index])
+            elif kind == "reduce_scatter":
+                now += costs.busy_us(reduce_bytes[index])
+                reduced[index] = reduce_free = max(now, reduce_free) + costs.reduce_us(reduce_bytes[index])
+                launched = now
+            else:
+                reduce_stalls[index] = max(0.0, reduced[index] - now)
+                launched = now = max(now, reduced[index])
+        launch_us.append(launched)
+        now += duration_us
+    return Times(tuple(launch_us), now, tuple(gather_stalls), tuple(reduce_stalls))

@@ -8,44 +8,24 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import inf
 
 from zfx.ir import Schedule
 
-from .memory import Profile, bytes_left, gathered_bytes
+from .memory import bytes_left, gathered_bytes
 from .timeline import Timeline, completions_of, read, turn_of, write
-from .timing import GatherQueue
 from .view import actual_us
-
-
-@dataclass(slots=True)
-class _Flight:
-    """The reductions in flight while the steps are replayed, and the clock. Local to one call of `wait_reductions`."""
-
-    waits: dict[int, int]
-    queue: deque[tuple[int, int, float]]
-    now: float = 0.0
-    num_bytes: int = 0
-
-    def land(self, point: int) -> None:
-        """Wait here for the oldest."""
-        index, num_bytes, end = self.queue.popleft()
-        self.waits[index] = point
-        self.now = max(self.now, end)
-        self.num_bytes -= num_bytes
-
-    def land_arrived(self, point: int) -> None:
-        while self.queue and self.queue[0][2] <= self.now:
-            self.land(point)
 
 
 def wait_reductions(schedule: Schedule) -> Schedule:
     """Wait for each reduction at the first point where, by the cost model, it is over.
 
     Earlier, if bucket k+2 is launched (at most two are in flight), if `memory_budget` needs the bytes back, or if the forward
-    ends; all are waited for after the last step.
+    ends; all are waited for after the last step. At a point, gathers are launched before what reductions do there, as far as
+    `memory_budget` allows: it takes nothing from compute, and their channel has more time.
 
     Guarantee: fits the limits if the argument does with every reduction waited for at its launch. Without a budget, no wait
     but those three kinds ever stalls. Cost: linear.
@@ -57,40 +37,119 @@ def wait_reductions(schedule: Schedule) -> Schedule:
 
 def wait_when_over(timeline: Timeline, durations_us: Sequence[float]) -> Timeline:
     """`wait_reductions` on a timeline, for the durations given."""
-    program, costs = timeline.program, timeline.program.costs
-    num_steps, turn = len(program.steps), turn_of(program)
+    num_steps, turn = len(timeline.program.steps), turn_of(timeline.program)
     room = bytes_left(timeline, gathered_bytes)
-    completed = [sum(p.grad_bytes for p in gradients) for gradients in completions_of(program)] + [0]
-    launched: dict[int, list[tuple[int, int]]] = {}
+    completed = [sum(p.grad_bytes for p in gradients) for gradients in completions_of(timeline.program)] + [0]
+    launched: dict[int, list[int]] = defaultdict(list)
     for index, reduction in enumerate(timeline.reductions):
-        launched.setdefault(reduction.launch, []).append((index, reduction.num_bytes))
-    gathers = GatherQueue(timeline)
-    flight = _Flight({}, deque())
-    pending, channel = 0, 0.0
-    for point in range(num_steps + 1):
-        flight.land_arrived(point)
-        for index, num_bytes in launched.get(point, ()):
-            while flight.queue and (
-                len(flight.queue) > 1 or 2 * flight.num_bytes + pending + num_bytes > room.before[point]
-            ):
-                flight.land(point)
-            flight.now += costs.busy_us(num_bytes)
-            channel = max(channel, flight.now) + costs.reduce_us(num_bytes)
-            flight.queue.append((index, num_bytes, channel))
-            flight.num_bytes += num_bytes
-            pending -= num_bytes
-            flight.land_arrived(point)
-        pending += completed[point]
-        while flight.queue and (point in (turn, num_steps) or 2 * flight.num_bytes + pending > _next(room, point)):
-            flight.land(point)
-        flight.land_arrived(point)
-        flight.now = gathers.pass_point(point, flight.now)
+        launched[reduction.launch].append(index)
+    gathered: dict[int, deque[int]] = defaultdict(deque)
+    waited: dict[int, list[int]] = defaultdict(list)
+    for index, gather in enumerate(timeline.gathers):
+        gathered[gather.launch].append(index)
+        waited[gather.wait].append(index)
+    flight = _Flight(timeline)
+    for point, done in enumerate(completed):
+        flight.arrive(point, gathered.get(point, ()), launched.get(point, ()), room.before[point])
+        land_all = point in (turn, num_steps)
+        flight.make_room(-inf if land_all else min(room.during[point], room.before[point + 1]) - done)
+        flight.leave(waited.get(point, ()))
+        flight.pending += done
         if point < num_steps:
             flight.now += durations_us[point]
-    reductions = tuple(replace(r, wait=flight.waits[i]) for i, r in enumerate(timeline.reductions))
-    return replace(timeline, reductions=reductions)
+    reductions = tuple(replace(r, wait=wait) for r, wait in zip(timeline.reductions, flight.waits))
+    gathers = tuple(g if g.ahead == ahead else replace(g, ahead=ahead) for g, ahead in zip(timeline.gathers, flight.ahead))
+    return replace(timeline, gathers=gathers, reductions=reductions)
 
 
-def _next(room: Profile, point: int) -> float:
-    """The room from the gathers of this point to the first instruction of the next."""
-    return min(room.during[point], room.before[point + 1])
+class _Flight:
+    """What is in flight while the steps are replayed, and the clock. Local to one call of `wait_when_over`."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._costs = timeline.program.costs
+        self._reduce_bytes = [reduction.num_bytes for reduction in timeline.reductions]
+        self._gather_bytes = [gather.num_bytes for gather in timeline.gathers]
+        self._held_bytes = [gather.num_bytes + gather.packing_bytes for gather in timeline.gathers]
+        self.waits, self.ahead = [0] * len(timeline.reductions), [0] * len(timeline.gathers)
+        self.now, self.pending = 0.0, 0
+        self._queue: deque[tuple[int, float]] = deque()  # reductions, and when they are over
+        self._flying = 0  # their bytes
+        self._gathered: dict[int, float] = {}  # when what is gathered is there
+        self._gather_free = self._reduce_free = 0.0
+        self._point, self._room, self._here = 0, 0.0, 0
+        self._todo: deque[int] = deque()  # gathers of this point
+        self._later = 0  # what the reductions of this point that are still to be launched need at the most, one after another
+        self._events = 0  # what reductions have done at this point
+        self._launched_after: list[tuple[int, int]] = []
+
+    def arrive(self, point: int, gathers: Iterable[int], reductions: Sequence[int], room: float) -> None:
+        """Come to a point, and launch its reductions. `room`: for gradients, and for gathers of this point launched before them."""
+        self._point, self._room, self._todo = point, room, deque(gathers)
+        self._here = self._events = self._later = 0
+        self._launched_after.clear()
+        self._land_arrived()
+        later = [0]  # by reductions that are left
+        for index in reversed(reductions):
+            num_bytes = self._reduce_bytes[index]
+            later.append(max(num_bytes, later[-1] - num_bytes))
+        for index in reductions:
+            self._later = later.pop()
+            self._reduce(index)
+        self._later = 0
+
+    def make_room(self, room: float) -> None:
+        """Wait for reductions until gradients take no more than that; for all of them if it is less than nothing."""
+        while self._queue and 2 * self._flying + self.pending > room:
+            self._land()
+        self._land_arrived()
+
+    def leave(self, waits: Iterable[int]) -> None:
+        """Launch the other gathers of this point, and wait for those that are due."""
+        while self._todo:
+            self._gather()
+        for index, after in self._launched_after:
+            self.ahead[index] = self._events - after
+        for index in waits:
+            self.now = max(self.now, self._gathered.pop(index)) + self._costs.busy_us(self._gather_bytes[index])
+
+    def _reduce(self, index: int) -> None:
+        num_bytes = self._reduce_bytes[index]
+        self._gather_what_fits()
+        while self._queue and (
+            len(self._queue) > 1 or 2 * self._flying + self.pending + num_bytes + self._here > self._room
+        ):
+            self._land()
+        self.now += self._costs.busy_us(num_bytes)
+        self._reduce_free = max(self.now, self._reduce_free) + self._costs.reduce_us(num_bytes)
+        self._queue.append((index, self._reduce_free))
+        self._flying += num_bytes
+        self.pending -= num_bytes
+        self._events += 1
+        self._land_arrived()
+
+    def _land(self) -> None:
+        """Wait here for the oldest reduction."""
+        self._gather_what_fits()
+        index, end = self._queue.popleft()
+        self.waits[index] = self._point
+        self.now = max(self.now, end)
+        self._flying -= self._reduce_bytes[index]
+        self._events += 1
+
+    def _land_arrived(self) -> None:
+        while self._queue and self._queue[0][1] <= self.now:
+            self._land()
+
+    def _gather_what_fits(self) -> None:
+        while self._todo:
+            held = self._here + self._held_bytes[self._todo[0]] + self.pending
+            if max(2 * self._flying, self._later) + held > self._room:
+                break
+            self._gather()
+
+    def _gather(self) -> None:
+        index = self._todo.popleft()
+        self._gather_free = max(self.now, self._gather_free) + self._costs.gather_us(self._gather_bytes[index])
+        self._gathered[index] = self._gather_free
+        self._here += self._held_bytes[index]
+        self._launched_after.append((index, self._events))
