@@ -10,8 +10,8 @@ from typing import Protocol
 
 from ..ir import Schedule
 from .held import Event, sizes_of
+from .rest import Rest
 from .room import Measure, Totals
-from .times import Rest
 from .volume import gather_shares_of, least_share_of_byte
 
 

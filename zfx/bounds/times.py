@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from ..costs import CostModel, Link
 from ..ir import Schedule
 from .detours import Detour, detours_of
-from .held import Event, completions_of, sizes_of
+from .held import Event
+from .rest import Rest, transfer_us
 from .room import Measure
-from .volume import Volume, at_least, shares_of
+from .volume import Volume
 
 
 def times_of(schedule: Schedule, events: list[Event], measures: list[Measure], volume: Volume) -> dict[str, float]:
@@ -29,10 +28,6 @@ def times_of(schedule: Schedule, events: list[Event], measures: list[Measure], v
         "critical path": longest_path(row, [], volume, rest, costs),
         "critical path under the limits": longest_path(bare, detours_of(schedule, events, measures, rest), volume, rest, costs),
     }
-
-
-def transfer_us(link: Link, num_buckets: int, num_bytes: float) -> float:
-    return num_buckets * link.latency_us + num_bytes / link.bytes_per_us if num_buckets else 0.0
 
 
 Row = list[tuple[float, float, float]]  # by event: the compute time of gathers before it, its own, that of reductions after it
@@ -55,30 +50,6 @@ def row_of(events: list[Event], costs: CostModel, volume: Volume, rest: Rest) ->
         (gathered[m + 1] - gathered[m], 0.0 if event.step is None else event.duration_us, left[m] - left[m + 1])
         for m, event in enumerate(events)
     ]
-
-
-class Rest:
-    """By event, what is still to be reduced once it is over: the gradients that complete there or later."""
-
-    def __init__(self, schedule: Schedule, events: list[Event]) -> None:
-        program = schedule.program
-        self._link = program.costs.reduce
-        at = {event.step: m for m, event in enumerate(events)}
-        size, shares = sizes_of(program, "grad_bytes"), shares_of(program, schedule.limits.reduce_bucket_size)
-        completed: dict[int, list[str]] = defaultdict(list)
-        for name, (_, last) in completions_of(program).items():
-            completed[at[last]].append(name)
-        self.num_bytes, self.num_buckets = [0], [0]
-        filled = 0.0
-        for m in reversed(range(len(events))):
-            filled += sum(shares[name] for name in completed[m])
-            self.num_bytes.append(self.num_bytes[-1] + sum(size[name] for name in completed[m]))
-            self.num_buckets.append(max(at_least(filled), int(self.num_buckets[-1] > 0 or bool(completed[m]))))
-        self.num_bytes.reverse()
-        self.num_buckets.reverse()
-
-    def us(self, event: int) -> float:
-        return transfer_us(self._link, self.num_buckets[event], self.num_bytes[event])
 
 
 def in_a_row(row: Row, volume: Volume, rest: Rest, costs: CostModel) -> float:
