@@ -85,6 +85,8 @@ def _longest_prefixes(timeline: Timeline) -> list[int]:
 
     def shrink(max_elements: float, max_bytes: float) -> None:
         nonlocal count, total_elements, total_bytes
+        if max_elements < 0 or max_bytes < 0:
+            raise ValueError("what is held besides gathers does not fit the limits")
         while count and (total_elements > max_elements or total_bytes > max_bytes):
             count -= 1
             total_elements -= elements[count]
@@ -132,7 +134,11 @@ def launch_late(schedule: Schedule) -> Schedule:
     O(steps + gathers * log(steps)).
     Reference: Hutchinson, Sanders, Vitter, *Duality between prefetching and queued writing with parallel disks*, 2005.
     """
-    timeline, durations_us = read(schedule), actual_us(schedule.program)
+    return write(launched_late(read(schedule), actual_us(schedule.program)))
+
+
+def launched_late(timeline: Timeline, durations_us: Sequence[float]) -> Timeline:
+    """`launch_late` on a timeline, for the durations given."""
     costs, gathers, reductions, rows = timeline.program.costs, timeline.gathers, timeline.reductions, agenda(timeline)
     times = simulate(timeline, durations_us)
     deadline = times.finish_us * (1 + 1e-9)
@@ -168,4 +174,4 @@ def launch_late(schedule: Schedule) -> Schedule:
                 reduce_tail = costs.reduce_us(reductions[index].num_bytes) + max(ends[index], reduce_tail)
                 tail = costs.busy_us(reductions[index].num_bytes) + max(tail, reduce_tail)
     late = (g if launches[i] == g.launch else replace(g, launch=launches[i], ahead=0) for i, g in enumerate(gathers))
-    return write(replace(timeline, gathers=tuple(late)))
+    return replace(timeline, gathers=tuple(late))

@@ -26,7 +26,7 @@ from .view import actual_us, condensed, rows_of, structural_us
 from .wait import wait_reductions, wait_when_over
 
 # What one round may cost, in structures tried, and in those times the points of each.
-MAX_TRIALS, MAX_WORK = 96, 20_000
+MAX_TRIALS, MAX_WORK = 128, 20_000
 # What a round must gain for its result to be taken, as a fraction of the time: rounds end.
 LEAST_GAIN = 1e-3
 

@@ -14,8 +14,8 @@ from itertools import accumulate
 from zfx.ir import Parameter
 
 from .gather import packed
-from .memory import bytes_left, element_room, gathered_bytes, gathered_elements, gradient_bytes
-from .place import earliest_launches
+from .memory import bytes_left, gathered_bytes
+from .place import earliest_launches, launched_late
 from .timeline import Gather, Reduction, Timeline, completions_of, turn_of, with_launches
 from .wait import wait_when_over
 
@@ -28,15 +28,19 @@ def settled(timeline: Timeline, durations_us: Sequence[float]) -> Timeline | Non
     the gradient is held once instead of twice. A gather that is waited for up to the turn is one of the forward's, whatever its
     members are read for. Cost: linear.
     """
-    least = deferred(demanded(timeline))
-    if least is None or not fits(least):
+    least = demanded(timeline)
+    deferring = deferred(least) if gathered_once(least) else None
+    if deferring is None:
         return None
-    least = packed(least)
+    least = packed(deferring)
     try:
         placed = with_launches(least, earliest_launches(least, [gather.launch for gather in timeline.gathers]))
     except ValueError:
         return None
-    return wait_when_over(placed, durations_us)
+    placed = wait_when_over(placed, durations_us)
+    if timeline.limits.memory_budget is None:
+        return placed
+    return wait_when_over(launched_late(placed, durations_us), durations_us)
 
 
 def demanded(timeline: Timeline) -> Timeline:
@@ -86,8 +90,8 @@ def _first_fits(timeline: Timeline, wishes: Sequence[int], completed: Sequence[t
     return points
 
 
-def fits(timeline: Timeline) -> bool:
-    """Whether what is held keeps the limits at every moment, and nothing is gathered twice at once, or again once it is kept."""
+def gathered_once(timeline: Timeline) -> bool:
+    """Whether nothing is gathered while it is live, or in the backward though it was kept over the turn."""
     turn = turn_of(timeline.program)
     kept, ended = set[str](), {i.parameter.name: i.last for i in timeline.carried}
     for gather in timeline.gathers:
@@ -98,10 +102,4 @@ def fits(timeline: Timeline) -> bool:
             ended[name] = interval.last
             if gather.wait <= turn <= interval.last:
                 kept.add(name)
-    elements = element_room(timeline) - gathered_elements(timeline)
-    if min((*elements.before, *elements.during)) < 0:
-        return False
-    if timeline.limits.memory_budget is None:
-        return True
-    num_bytes = bytes_left(timeline, gathered_bytes, gradient_bytes)
-    return min((*num_bytes.before, *num_bytes.during)) >= 0
+    return True
