@@ -26,8 +26,8 @@ from .view import actual_us, condensed, rows_of, structural_us
 from .wait import wait_reductions, wait_when_over
 
 # What one round may cost, in structures tried, and in those times the points of each.
-MAX_TRIALS, MAX_WORK = 128, 20_000
-# What a round must gain for its result to be taken, as a fraction of the time: rounds end.
+MAX_TRIALS, MIN_TRIALS, MAX_WORK = 96, 8, 12_000
+# What a round must gain for its result to be taken, as a fraction of the time, if it has all its trials; if it has fewer, as much more.
 LEAST_GAIN = 1e-3
 
 
@@ -36,12 +36,12 @@ def refine(schedule: Schedule) -> Schedule:
 
     A search goes from the fastest structure that is known to all that are one change away from it, then from the next fastest, and
     so on, each placed by `settled`; the fastest of `MAX_TRIALS` is where the next search starts. It ends where one gains
-    nothing (less than `LEAST_GAIN`). Structures are judged by the durations that all ranks share; the best is then placed by
+    nothing to speak of (see `LEAST_GAIN`). Structures are judged by the durations that all ranks share; the best is then placed by
     this rank's. Between micro-batches, what is kept and carried stays as it is.
 
     Guarantee: by `structural_us`, never slower than the argument. What it changes fits the limits. Cost: a round takes no more than
-    `MAX_WORK` points to replay, whatever the program's size: large ones get few trials, and those of more than `MAX_WORK / 4`
-    points none.
+    `MAX_WORK` points to replay, whatever the program's size: large ones get few trials, and those that would get less than
+    `MIN_TRIALS` none.
     Reference: Aarts and Lenstra, *Local search in combinatorial optimization*, 1997.
     """
     while (better := _round(schedule)) is not None:
@@ -54,27 +54,28 @@ def _round(schedule: Schedule) -> Schedule | None:
     program, limits = schedule.program, schedule.limits
     short = condensed(program, limits)
     trials = min(MAX_TRIALS, MAX_WORK // (len(short.steps) + 1))
-    if trials < 4:
+    if trials < MIN_TRIALS:
         return None
+    gain = LEAST_GAIN * MAX_TRIALS / trials
     rows, start = rows_of(program, limits), read(schedule)
     placed = start if program.uniform else _placed(start, structural_us(program))
-    at_most_us = simulate(placed, structural_us(program)).finish_us * (1 - LEAST_GAIN)
-    found = _search(_shortened(start, short, rows), trials, at_most_us)
+    below_us = simulate(placed, structural_us(program)).finish_us * (1 - gain)
+    found = _search(_shortened(start, short, rows), trials, below_us)
     if found is None:
         return None
     found = _lengthened(found, program, rows)
     best = settled(found, structural_us(program))
-    if best is None or simulate(best, structural_us(program)).finish_us > at_most_us:
+    if best is None or simulate(best, structural_us(program)).finish_us >= below_us:
         return None
     if not program.uniform:
         best = settled(found, actual_us(program))
     return None if best is None else wait_reductions(launch_late(write(best)))
 
 
-def _search(start: Timeline, trials: int, at_most_us: float) -> Timeline | None:
-    """The structure that finishes first of so many, if it does by then. What is changed next is the fastest that is known."""
+def _search(start: Timeline, trials: int, below_us: float) -> Timeline | None:
+    """The structure that finishes first of so many, if it does before that. What is changed next is the fastest that is known."""
     durations_us, choices = structural_us(start.program), Choices.of(start.program, start.limits)
-    best, best_us = None, at_most_us
+    best, best_us = None, below_us
     seen = {_key(start)}
     queue: list[tuple[float, int, Timeline, Timeline, Times]] = []
 
@@ -85,7 +86,7 @@ def _search(start: Timeline, trials: int, at_most_us: float) -> Timeline | None:
             return
         times = simulate(placed, durations_us)
         heappush(queue, (times.finish_us, len(seen), structure, placed, times))
-        if times.finish_us <= best_us:
+        if times.finish_us < best_us:
             best, best_us = structure, times.finish_us * (1 - 1e-9)
 
     tried(start)
