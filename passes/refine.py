@@ -17,17 +17,18 @@ from heapq import heappop, heappush
 
 from zfx.ir import Program, Schedule
 
+from .choose import placed_again
 from .moves import Choices, moves
-from .place import earliest_launches, launch_late
+from .place import launch_late
 from .settle import settled
-from .timeline import Gather, Interval, Reduction, Timeline, read, with_launches, write
+from .timeline import Gather, Interval, Reduction, Timeline, read, write
 from .timing import Times, simulate
 from .view import actual_us, condensed, rows_of, structural_us
-from .wait import wait_reductions, wait_when_over
+from .wait import wait_reductions
 
 # What one round may cost, in structures tried, and in those times the points of each.
 MAX_TRIALS, MIN_TRIALS, MAX_WORK = 96, 8, 12_000
-# What a round must gain for its result to be taken, as a fraction of the time, if it has all its trials; if it has fewer, as much more.
+# What a round must gain for its result to be taken, as a fraction of the time; if it has fewer trials than the most, as much more.
 LEAST_GAIN = 1e-3
 
 
@@ -37,7 +38,7 @@ def refine(schedule: Schedule) -> Schedule:
     A search goes from the fastest structure that is known to all that are one change away from it, then from the next fastest, and
     so on, each placed by `settled`; the fastest of `MAX_TRIALS` is where the next search starts. It ends where one gains
     nothing to speak of (see `LEAST_GAIN`). Structures are judged by the durations that all ranks share; the best is then placed by
-    this rank's. Between micro-batches, what is kept and carried stays as it is.
+    this rank's. Between micro-batches, what is kept and carried stays as it is, and neither forward nor backward may lose time.
 
     Guarantee: by `structural_us`, never slower than the argument. What it changes fits the limits. Cost: a round takes no more than
     `MAX_WORK` points to replay, whatever the program's size: large ones get few trials, and those that would get less than
@@ -57,22 +58,21 @@ def _round(schedule: Schedule) -> Schedule | None:
     if trials < MIN_TRIALS:
         return None
     gain = LEAST_GAIN * MAX_TRIALS / trials
-    rows, start = rows_of(program, limits), read(schedule)
-    placed = start if program.uniform else _placed(start, structural_us(program))
-    below_us = simulate(placed, structural_us(program)).finish_us * (1 - gain)
-    found = _search(_shortened(start, short, rows), trials, below_us)
+    rows, start, agreed_us = rows_of(program, limits), read(schedule), structural_us(program)
+    before = simulate(start if program.uniform else placed_again(start, agreed_us), agreed_us)
+    found = _search(_shortened(start, short, rows), trials, before, before.finish_us * (1 - gain))
     if found is None:
         return None
     found = _lengthened(found, program, rows)
-    best = settled(found, structural_us(program))
-    if best is None or simulate(best, structural_us(program)).finish_us >= below_us:
+    best = settled(found, agreed_us)
+    if best is None or simulate(best, agreed_us).finish_us >= before.finish_us * (1 - gain):
         return None
     if not program.uniform:
         best = settled(found, actual_us(program))
     return None if best is None else wait_reductions(launch_late(write(best)))
 
 
-def _search(start: Timeline, trials: int, below_us: float) -> Timeline | None:
+def _search(start: Timeline, trials: int, before: Times, below_us: float) -> Timeline | None:
     """The structure that finishes first of so many, if it does before that. What is changed next is the fastest that is known."""
     durations_us, choices = structural_us(start.program), Choices.of(start.program, start.limits)
     best, best_us = None, below_us
@@ -86,7 +86,7 @@ def _search(start: Timeline, trials: int, below_us: float) -> Timeline | None:
             return
         times = simulate(placed, durations_us)
         heappush(queue, (times.finish_us, len(seen), structure, placed, times))
-        if times.finish_us < best_us:
+        if times.finish_us < best_us and (choices.over_turn or _no_half_slower(times, before)):
             best, best_us = structure, times.finish_us * (1 - 1e-9)
 
     tried(start)
@@ -101,16 +101,16 @@ def _search(start: Timeline, trials: int, below_us: float) -> Timeline | None:
     return best
 
 
+def _no_half_slower(times: Times, before: Times) -> bool:
+    """A micro-batch in the middle has its forward from one window, and its backward from another."""
+    halves = ((t.forward_us, t.finish_us - t.forward_us) for t in (times, before))
+    return all(now <= then * (1 + 1e-9) for now, then in zip(*halves))
+
+
 def _key(structure: Timeline) -> Hashable:
     gathers = (tuple((i.parameter.name, i.first, i.last) for i in g.members) for g in structure.gathers)
     reductions = ((tuple(p.name for p in r.members), r.launch) for r in structure.reductions)
     return tuple(zip(gathers, ((g.wait, g.launch) for g in structure.gathers))), tuple(reductions)
-
-
-def _placed(timeline: Timeline, durations_us: Sequence[float]) -> Timeline:
-    """The same collectives, placed for other durations."""
-    at_once = replace(timeline, reductions=tuple(replace(r, wait=r.launch) for r in timeline.reductions))
-    return wait_when_over(with_launches(at_once, earliest_launches(at_once)), durations_us)
 
 
 def _shortened(timeline: Timeline, short: Program, rows: Sequence[range]) -> Timeline:

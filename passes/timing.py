@@ -16,17 +16,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .timeline import Timeline, agenda
+from .timeline import Timeline, agenda, turn_of
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """`launch_us[p]`: when what is gathered last at point p is launched. `finish_us`: when all is over.
+    """When things happen.
 
-    By gather and by reduction: how long compute waits for it.
+    Attributes:
+        launch_us: by point, when what is gathered last there is launched.
+        forward_us: when the turn begins: nothing is in flight then. `finish_us`: when all is over.
+        gather_stalls_us, reduce_stalls_us: how long compute waits for each gather and each reduction.
     """
 
     launch_us: tuple[float, ...]
+    forward_us: float
     finish_us: float
     gather_stalls_us: tuple[float, ...]
     reduce_stalls_us: tuple[float, ...]
@@ -40,7 +44,7 @@ def simulate(timeline: Timeline, durations_us: Sequence[float]) -> Times:
     gathered, reduced = [0.0] * len(gather_bytes), [0.0] * len(reduce_bytes)  # when each is over
     gather_stalls, reduce_stalls = [0.0] * len(gather_bytes), [0.0] * len(reduce_bytes)
     gather_free = reduce_free = now = 0.0
-    launch_us = []
+    launch_us, turn, forward_us = [], turn_of(timeline.program), 0.0
     for point, duration_us in enumerate((*durations_us, 0.0)):
         launched = now
         for kind, index in rows.get(point, ()):
@@ -57,5 +61,6 @@ def simulate(timeline: Timeline, durations_us: Sequence[float]) -> Times:
                 reduce_stalls[index] = max(0.0, reduced[index] - now)
                 launched = now = max(now, reduced[index])
         launch_us.append(launched)
+        forward_us = now if point == turn else forward_us
         now += duration_us
-    return Times(tuple(launch_us), now, tuple(gather_stalls), tuple(reduce_stalls))
+    return Times(tuple(launch_us), forward_us, now, tuple(gather_stalls), tuple(reduce_stalls))
