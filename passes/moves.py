@@ -67,10 +67,11 @@ def _gathered_later(wished: Timeline, placed: Timeline, index: int) -> Iterator[
 
 
 def _reduced_later(wished: Timeline, placed: Timeline, index: int) -> Iterator[Timeline]:
-    """At the next points at which something else happens, or as early as possible."""
+    """At the next points at which something else happens, or after all steps, or as early as possible."""
     reduction, launch = wished.reductions[index], placed.reductions[index].launch
     later = {r.launch for r in placed.reductions} | {g.wait for g in placed.gathers} | {launch + 1}
-    points = sorted(p for p in later if p > launch)[:2]
+    end = len(placed.program.steps)
+    points = [*sorted(p for p in later if launch < p < end)[:2], *([end] if launch < end else [])]
     for point in [*points, *([0] if reduction.launch else [])]:
         row = (*wished.reductions[:index], replace(reduction, launch=point), *wished.reductions[index + 1 :])
         yield replace(wished, reductions=row)

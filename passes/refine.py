@@ -27,7 +27,7 @@ from .view import actual_us, condensed, rows_of, structural_us
 from .wait import wait_reductions
 
 # What one round may cost, in structures tried, and in those times the points of each.
-MAX_TRIALS, MIN_TRIALS, MAX_WORK = 96, 8, 12_000
+MAX_TRIALS, MIN_TRIALS, MAX_WORK = 128, 8, 12_000
 # What a round must gain for its result to be taken, as a fraction of the time; if it has fewer trials than the most, as much more.
 LEAST_GAIN = 1e-3
 

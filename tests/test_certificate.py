@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import gc
 import itertools
 import math
 import random
@@ -84,6 +85,7 @@ def compare(seeds: range) -> None:
         assert certificate.time_bound_us <= best, seed
         planned.append(certificate.time_us / best)
         proven.append(best / certificate.time_bound_us)
+    assert sum(planned) / len(planned) < 1.01 and max(planned) < 1.05
     for what, ratios in (("planner / optimum", planned), ("optimum / bound", proven)):
         print(f"\n{what}: mean {sum(ratios) / len(ratios):.4f}, worst {max(ratios):.4f} of {len(ratios)}", end="")
 
@@ -286,6 +288,18 @@ def test_odd_sizes_are_counted_in_multiples_of_what_they_share() -> None:
     program = Program(parameters, (*forward, Step("turn", "turn"), *backward))
     certificate = certify(plan(program, replace(NO_REUSE_LIMIT, max_live_parameters=5 * 10**7), check=verify))
     assert claims_the_truth(certificate) and certificate.volume_ratio < 1.1
+
+
+def test_a_schedule_is_certified_once_and_forgotten_with_it() -> None:
+    schedule = plan(chain(3), Limits())
+    gc.collect()
+    known = len(zfx.certificate._known)
+    certificate = certify(schedule)
+    assert certify(schedule) is certificate and len(zfx.certificate._known) == known + 1
+    assert certify(replace(schedule)) is not certificate and certify(replace(schedule)) == certificate
+    del schedule
+    gc.collect()
+    assert len(zfx.certificate._known) == known
 
 
 def test_certifying_is_linear() -> None:
