@@ -85,7 +85,7 @@ def _longest_prefixes(timeline: Timeline) -> list[int]:
 
     def shrink(max_elements: float, max_bytes: float) -> None:
         nonlocal count, total_elements, total_bytes
-        if max_elements < 0 or max_bytes < 0:
+        if num_steps and (max_elements < 0 or max_bytes < 0):
             raise ValueError("what is held besides gathers does not fit the limits")
         while count and (total_elements > max_elements or total_bytes > max_bytes):
             count -= 1
