@@ -26,8 +26,8 @@ from .timing import Times, simulate
 from .view import actual_us, condensed, rows_of, structural_us
 from .wait import wait_reductions
 
-# What one round may cost, in structures tried, and in those times the points of each.
-MAX_TRIALS, MIN_TRIALS, MAX_WORK = 128, 8, 12_000
+# What one round may cost: in structures tried, for each bucket there is and in all, and in those times the points of each.
+TRIALS_EACH, MAX_TRIALS, MIN_TRIALS, MAX_WORK = 24, 128, 8, 12_000
 # What a round must gain for its result to be taken, as a fraction of the time; if it has fewer trials than the most, as much more.
 LEAST_GAIN = 1e-3
 
@@ -58,6 +58,7 @@ def _round(schedule: Schedule) -> Schedule | None:
     if trials < MIN_TRIALS:
         return None
     gain = LEAST_GAIN * MAX_TRIALS / trials
+    trials = min(trials, TRIALS_EACH * len(schedule.buckets))
     rows, start, agreed_us = rows_of(program, limits), read(schedule), structural_us(program)
     before = simulate(start if program.uniform else placed_again(start, agreed_us), agreed_us)
     found = _search(_shortened(start, short, rows), trials, before, before.finish_us * (1 - gain))
