@@ -50,10 +50,11 @@ def wait_when_over(timeline: Timeline, durations_us: Sequence[float]) -> Timelin
         waited[gather.wait].append(index)
     flight = _Flight(timeline)
     for point, done in enumerate(completed):
-        flight.arrive(point, gathered.get(point, ()), launched.get(point, ()), room.before[point])
-        land_all = point in (turn, num_steps)
-        flight.make_room(-inf if land_all else min(room.during[point], room.before[point + 1]) - done)
-        flight.leave(waited.get(point, ()))
+        if flight.reducing or point in gathered or point in launched or point in waited:
+            flight.arrive(point, gathered.get(point, ()), launched.get(point, ()), room.before[point])
+            land_all = point in (turn, num_steps)
+            flight.make_room(-inf if land_all else min(room.during[point], room.before[point + 1]) - done)
+            flight.leave(waited.get(point, ()))
         flight.pending += done
         if point < num_steps:
             flight.now += durations_us[point]
@@ -72,7 +73,7 @@ class _Flight:
         self._held_bytes = [gather.num_bytes + gather.packing_bytes for gather in timeline.gathers]
         self.waits, self.ahead = [0] * len(timeline.reductions), [0] * len(timeline.gathers)
         self.now, self.pending = 0.0, 0
-        self._queue: deque[tuple[int, float]] = deque()  # reductions, and when they are over
+        self.reducing: deque[tuple[int, float]] = deque()  # reductions, and when they are over
         self._flying = 0  # their bytes
         self._gathered: dict[int, float] = {}  # when what is gathered is there
         self._gather_free = self._reduce_free = 0.0
@@ -99,7 +100,7 @@ class _Flight:
 
     def make_room(self, room: float) -> None:
         """Wait for reductions until gradients take no more than that; for all of them if it is less than nothing."""
-        while self._queue and 2 * self._flying + self.pending > room:
+        while self.reducing and 2 * self._flying + self.pending > room:
             self._land()
         self._land_arrived()
 
@@ -115,13 +116,13 @@ class _Flight:
     def _reduce(self, index: int) -> None:
         num_bytes = self._reduce_bytes[index]
         self._gather_what_fits()
-        while self._queue and (
-            len(self._queue) > 1 or 2 * self._flying + self.pending + num_bytes + self._here > self._room
+        while self.reducing and (
+            len(self.reducing) > 1 or 2 * self._flying + self.pending + num_bytes + self._here > self._room
         ):
             self._land()
         self.now += self._costs.busy_us(num_bytes)
         self._reduce_free = max(self.now, self._reduce_free) + self._costs.reduce_us(num_bytes)
-        self._queue.append((index, self._reduce_free))
+        self.reducing.append((index, self._reduce_free))
         self._flying += num_bytes
         self.pending -= num_bytes
         self._events += 1
@@ -130,14 +131,14 @@ class _Flight:
     def _land(self) -> None:
         """Wait here for the oldest reduction."""
         self._gather_what_fits()
-        index, end = self._queue.popleft()
+        index, end = self.reducing.popleft()
         self.waits[index] = self._point
         self.now = max(self.now, end)
         self._flying -= self._reduce_bytes[index]
         self._events += 1
 
     def _land_arrived(self) -> None:
-        while self._queue and self._queue[0][1] <= self.now:
+        while self.reducing and self.reducing[0][1] <= self.now:
             self._land()
 
     def _gather_what_fits(self) -> None:
