@@ -96,8 +96,11 @@ def _search(start: Timeline, trials: int, before: Times, below_us: float) -> Tim
         if not any((*times.gather_stalls_us, *times.reduce_stalls_us)):
             break
         for changed in moves(structure, placed, times, choices):
-            if _key(changed) not in seen and len(seen) <= trials:
-                seen.add(_key(changed))
+            if len(seen) > trials:
+                break
+            key = _key(changed)
+            if key not in seen:
+                seen.add(key)
                 tried(changed)
     return best
 
