@@ -18,10 +18,9 @@ The life of a plan, in order. Each entry is one file, and its docstring states t
     timeline.py, memory.py, timing.py    what the passes think in: intervals, bytes held, microseconds
     view.py                              what may depend on a rank's own data, and what may not
     select.py, partition.py              what to hold on to; how to cut a row into buckets
+    settle.py, moves.py                  where a given structure stands best; what refining may try next
     window.py                            the micro-batches between two optimizer steps
     duration.py, nodes.py                what extract.py and lower.py ask of a captured node   (need torch)
-    view.py                              what may depend on a rank's own data, and what may not
-    select.py, partition.py              what to hold on to; how to cut a row into buckets
 
 The contract of a planning pass: `Schedule -> Schedule`, pure; program, limits and costs are in the schedule. From the
 first one on, *every* schedule between two passes is complete and passes the verifier: a pass only ever replaces a
