@@ -89,8 +89,8 @@ def table(gbit_per_s: float, record: dict[str, Any]) -> str:
     lines = [
         f"{gbit_per_s:g} Gbit/s, torch {record['torch']}, load {record['load']:.1f}. The link at its best, MB/s each way: gathers "
         f"{record['gathers_mb_per_s']:.0f}, reductions {record['reductions_mb_per_s']:.0f}, both at once "
-        f"{record['both_mb_per_s']:.0f}; a gather of 8 bytes takes {record['latency_ms']:.2f} ms, a collective of 4 MiB "
-        f"{record['busy_ms']:.2f} ms of CPU time",
+        f"{record['both_mb_per_s']:.0f}; a gather of 8 bytes takes {record['latency_ms']:.2f} ms, 16 collectives of "
+        f"4 MiB take {record['busy_ms']:.0f} ms from compute beside them",
         f"{'':<40}{'step s':>8}{'/FSDP2':>8}{'fwd+bwd':>9}{'bound':>8}{'traffic':>9}{'ratio':>7}{'sent MB':>9}{'queued':>8}  binds",
     ]
     for name, row in systems.items():

@@ -11,6 +11,7 @@ The life of a plan, in order. Each entry is one file, and its docstring states t
     place.py     launch_late         each gather as late as time allows: less memory
     choose.py    choose_fastest      never slower than a simple rule (baselines.py)
     refine.py    refine              small changes of the whole, while they make it faster (moves.py, settle.py)
+    slack.py     add_slack           earlier than needed, where that costs no memory
     lower.py     `Schedule` -> graphs with collectives                               (needs torch; not imported here)
 
     demand.py    gather_on_demand    the schedule that holds least: where lists of one's own may begin
@@ -43,6 +44,7 @@ from .keep import keep_parameters
 from .place import launch_early, launch_late
 from .reduce import bucket_reductions
 from .refine import refine
+from .slack import add_slack
 from .wait import wait_reductions
 
 Pass = Callable[[Schedule], Schedule]
@@ -58,6 +60,7 @@ PIPELINE: tuple[Pass, ...] = (
     wait_reductions,
     choose_fastest,
     refine,
+    add_slack,
 )
 
 

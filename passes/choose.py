@@ -81,5 +81,5 @@ def _planned(program: Program, limits: Limits) -> Schedule:
 
 def placed_again(timeline: Timeline, durations_us: Sequence[float]) -> Timeline:
     """The same collectives as early as possible, for other durations."""
-    at_once = replace(timeline, reductions=tuple(replace(r, wait=r.launch) for r in timeline.reductions))
+    at_once = replace(timeline, reductions=tuple(replace(r, wait=r.launch, done=r.launch) for r in timeline.reductions))
     return wait_when_over(with_launches(at_once, earliest_launches(at_once)), durations_us)

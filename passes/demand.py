@@ -3,7 +3,8 @@
     reads            a      b      a,b
     needed           a      b      a,b            each read gathers what it needs, and lets it go at once
     complete                g             h
-    needed                  g,g           h,h     each gradient, and as much again while it is exchanged, alone
+    needed                  g,g           h,h     each gradient, and as much again while it is exchanged, alone; then its shard
+                                                  is exchanged with the replicas, alone, too
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def demand(program: Program, limits: Limits) -> Demand:
         InfeasibleBudget: a step needs more than `max_live_parameters` or `memory_budget` allows.
     """
     completed = enumerate(completions_of(program), start=1)
-    reductions = tuple(Reduction((p,), launch=point, wait=point) for point, gradients in completed for p in gradients)
+    reductions = tuple(Reduction((p,), point, point, point) for point, gradients in completed for p in gradients)
     timeline = Timeline(program, limits, reductions=reductions)
     elements = element_room(timeline) - _needed(program, lambda parameter: parameter.num_elements)
     _refuse(program, "max_live_parameters", limits.max_live_parameters, elements)

@@ -37,12 +37,14 @@ def extract(
     world_size: int,
     costs: CostModel,
     num_outputs: int | None = None,
+    replicas: int = 1,
 ) -> Program:
     """The program of a forward graph and, in training, its backward.
 
     Args:
         layouts: by the index that the naive operators carry.
         num_outputs: how many of the forward's outputs go to the caller; the rest are saved for the backward. None: all.
+        replicas: how many times the parameters are there on these ranks.
     """
     names = [layout.name for layout in layouts]
     parts = [_Part(forward, "forward", names, num_outputs=num_outputs)]
@@ -66,6 +68,7 @@ def extract(
         tuple(name for name in seen if name in parts[0].escapes),
         static,
         costs,
+        replicas=replicas,
     )
 
 

@@ -34,10 +34,11 @@ from .nodes import KEPT, is_collective, is_gather, is_reduction
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the two graphs of a schedule."""
+    """One of the two graphs of a schedule, for what is done with its gradients."""
 
     schedule: Schedule
     phase: Literal["forward", "backward"]
+    gradients: Literal["reduce", "hold", "join"] = "reduce"  # what becomes of a complete one, see unreduced.py
 
     def instructions(self) -> Iterator[Instruction]:
         """Those that this graph executes: up to the turn for the forward, after it for the backward."""
@@ -69,7 +70,8 @@ class _Lowering:
         self.gather_nodes = {self.names[n.args[2]]: n for n in gm.graph.nodes if is_gather(n)}
         self.gradient_nodes = {self.names[n.args[2]]: n for n in gm.graph.nodes if is_reduction(n)}
         self.values: dict[str, fx.Node] = {}
-        self.shard_grads: dict[str, fx.Node] = {}
+        self.shard_grads: dict[str, fx.Node | None] = {}
+        self.joined: dict[str, fx.Node] = {}  # gradients that have been joined by what was held
         self.pending: dict[int, fx.Node] = {}
         self.aliases = find_aliases(gm, names)
         self.made_from: dict[fx.Node, fx.Node | None] = {}  # alias -> the gathered value that its copy is a view of
@@ -83,8 +85,10 @@ class _Lowering:
             if node.op == "placeholder":
                 self._copy(node)
                 continue
-            if self.plan is None and (todo or self._found()):
+            if self.plan is None and (todo or self._found() or self._waits()):
                 self._begin()
+                for placeholder in self.gm.graph.find_nodes(op="placeholder"):
+                    self._complete(placeholder)
             if is_collective(node):
                 continue
             if node.op == "output":
@@ -96,6 +100,7 @@ class _Lowering:
                 self._emit(todo, point)
                 point += 1
             self._copy(node)
+            self._complete(node)
         return self._module()
 
     def _first_point(self) -> int:
@@ -126,7 +131,7 @@ class _Lowering:
             self.values[kept] = copy
         return copy
 
-    def _resolve(self, node: fx.Node) -> fx.Node:
+    def _resolve(self, node: fx.Node) -> fx.Node | None:
         if is_gather(node):
             return self.values[self.names[node.args[2]]]  # type: ignore[index]
         if is_reduction(node):
@@ -193,12 +198,43 @@ class _Lowering:
 
     def _emit_reduce_scatter(self, instruction: Instruction) -> None:
         bucket = self._bucket(instruction)
-        grads = [self._resolve(self.gradient_nodes[name].args[0]) for name in bucket.parameters]
+        grads = [self.joined.get(name) or self._resolve(self.gradient_nodes[name].args[0]) for name in bucket.parameters]
         self.pending[bucket.index] = self._call("reduce_scatter", (self.plan, bucket.index, grads), f"reduce_{bucket.index}")
+
+    def _waits(self) -> bool:
+        return self.part.gradients != "reduce" and bool(self.gradient_nodes)
+
+    def _complete(self, node: fx.Node) -> None:
+        """Where gradients wait: hold those that this node completes, or join them with what is held."""
+        if not self._waits():
+            return
+        for name in [name for name, gradient in self.gradient_nodes.items() if gradient.args[0] is node]:
+            what = _identifier(f"{name}.{self.part.gradients}")
+            waiting = self._call(self.part.gradients, (self.plan, name, self._resolve(node)), what)
+            if self.part.gradients == "hold":
+                self.shard_grads[name] = None  # .grad stays as it is
+            else:
+                self.joined[name] = waiting
 
     def _emit_wait_reduce(self, instruction: Instruction) -> None:
         bucket = self._bucket(instruction)
         reduced = self._call("wait_reduce", (self.plan, self.pending.pop(bucket.index)), f"reduced_{bucket.index}")
+        if self.part.schedule.program.replicas > 1:
+            self.pending[bucket.index] = reduced
+        else:
+            self._name_gradients(bucket, reduced)
+
+    def _emit_all_reduce(self, instruction: Instruction) -> None:
+        bucket = self._bucket(instruction)
+        parts = self.pending[bucket.index]
+        self.pending[bucket.index] = self._call("all_reduce", (self.plan, bucket.index, parts), f"across_{bucket.index}")
+
+    def _emit_wait_all_reduce(self, instruction: Instruction) -> None:
+        bucket = self._bucket(instruction)
+        across = self.pending.pop(bucket.index)
+        self._name_gradients(bucket, self._call("wait_all_reduce", (self.plan, across), f"averaged_{bucket.index}"))
+
+    def _name_gradients(self, bucket: Bucket, reduced: fx.Node) -> None:
         for i, name in enumerate(bucket.parameters):
             node = self.graph.create_node("call_function", operator.getitem, (reduced, i), name=_identifier(f"{name}.grad"))
             node.meta.update(self.gradient_nodes[name].meta)

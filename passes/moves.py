@@ -195,12 +195,12 @@ def _around_reduction(timeline: Timeline, index: int) -> Iterator[Timeline]:
         if 0 <= first < len(reductions) - 1:
             a, b = reductions[first], reductions[first + 1]
             if _size(a.members) + _size(b.members) <= size:
-                yield changed(first, first + 2, [Reduction(a.members + b.members, 0, 0)])
+                yield changed(first, first + 2, [Reduction(a.members + b.members, 0, 0, 0)])
     if index + 1 < len(reductions):
         yield changed(index, index + 2, [replace(reductions[index + 1], launch=0), replace(this, launch=0)])
     for k in range(1, len(members)):
-        yield changed(index, index + 1, [Reduction(members[:k], 0, 0), Reduction(members[k:], 0, 0)])
-        yield changed(index, index + 1, [Reduction(members[k:], 0, 0), Reduction(members[:k], 0, 0)])
+        yield changed(index, index + 1, [Reduction(members[:k], 0, 0, 0), Reduction(members[k:], 0, 0, 0)])
+        yield changed(index, index + 1, [Reduction(members[k:], 0, 0, 0), Reduction(members[:k], 0, 0, 0)])
     for k, member in enumerate(members if len(members) > 1 else ()):
         rest = replace(this, members=members[:k] + members[k + 1 :], packed=())
         for other in (index - 1, index + 1):

@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zfx.ir import Schedule
+from zfx.ir import Kind, Schedule
 
 from .memory import bytes_left, element_room, gathered_bytes, gathered_elements, gradient_bytes
-from .timeline import Gather, Timeline, agenda, read, turn_of, with_launches, write
+from .timeline import Event, Gather, Timeline, agenda, read, turn_of, with_launches, write
 from .timing import simulate
 from .view import actual_us
 
@@ -139,39 +139,58 @@ def launch_late(schedule: Schedule) -> Schedule:
 
 def launched_late(timeline: Timeline, durations_us: Sequence[float]) -> Timeline:
     """`launch_late` on a timeline, for the durations given."""
-    costs, gathers, reductions, rows = timeline.program.costs, timeline.gathers, timeline.reductions, agenda(timeline)
-    times = simulate(timeline, durations_us)
+    costs, gathers, rows, num_steps = timeline.program.costs, timeline.gathers, agenda(timeline), len(durations_us)
+    times, reductions = simulate(timeline, durations_us), _ReductionTails(timeline)
     deadline = times.finish_us * (1 + 1e-9)
-    launches = {index: gather.launch for index, gather in enumerate(gathers)}
+    launches = [gather.launch for gather in gathers]
     moved: dict[int, list[float]] = defaultdict(list)  # by launch point: transfer and tail of the gathers moved there
     queue_tails: dict[int, float] = {}  # of gathers, from the start of the transfer to the finish
-    ends: dict[int, float] = {}  # of reductions, from their end to the finish
-    latest = len(durations_us)
-    gather_tail = reduce_tail = 0.0  # the longest path from the start of the next transfer in the queue to the finish
+    latest, queue_tail = num_steps, 0.0  # queue_tail: the longest path from the start of the next transfer to the finish
     tail = 0.0  # the longest path from compute, here, to the finish
-    for point in range(len(durations_us), -1, -1):
-        if point < len(durations_us):
+    for point in range(num_steps + 1, -1, -1):
+        if point < num_steps:
             tail += durations_us[point]
         row = rows.get(point, [])
         while row and row[-1][0] == "wait":
             index = row.pop()[1]
             tail += costs.busy_us(gathers[index].num_bytes)
-            gather_tail = costs.gather_us(gathers[index].num_bytes) + max(gather_tail, tail)
+            queue_tail = costs.gather_us(gathers[index].num_bytes) + max(queue_tail, tail)
             latest = min(latest, point)
-            in_time = bisect_right(times.launch_us, deadline - gather_tail, hi=latest + 1) - 1
+            in_time = bisect_right(times.launch_us, deadline - queue_tail, hi=latest + 1) - 1
             if in_time > launches[index]:
                 launches[index] = in_time
-                moved[in_time].append(gather_tail)
-            queue_tails[index] = gather_tail
+                moved[in_time].append(queue_tail)
+            queue_tails[index] = queue_tail
             latest = launches[index] - (gathers[index].ahead > 0 and launches[index] == gathers[index].launch)
         tail = max([tail, *moved.get(point, ())])
         for kind, index in reversed(row):
-            if kind == "all_gather":
-                tail = max(tail, queue_tails[index]) if launches[index] == point else tail
-            elif kind == "wait_reduce":
-                ends[index] = tail
-            else:
-                reduce_tail = costs.reduce_us(reductions[index].num_bytes) + max(ends[index], reduce_tail)
-                tail = costs.busy_us(reductions[index].num_bytes) + max(tail, reduce_tail)
+            if kind != "all_gather":
+                tail = reductions.pass_event(kind, index, tail)
+            elif launches[index] == point:
+                tail = max(tail, queue_tails[index])
     late = (g if launches[i] == g.launch else replace(g, launch=launches[i], ahead=0) for i, g in enumerate(gathers))
     return replace(timeline, gathers=tuple(late))
+
+
+class _ReductionTails:
+    """Longest paths to the finish that lead through reductions, taken event by event from the last to the first."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._costs, self._reductions = timeline.program.costs, timeline.reductions
+        self._ends: dict[Event, float] = {}  # the longest path from where each is waited for to the finish
+        self._queue_tails = {"reduce_scatter": 0.0, "all_reduce": 0.0}
+
+    def pass_event(self, kind: Kind, index: int, tail: float) -> float:
+        """From the tail of compute after what is done for a reduction to the tail before it."""
+        costs = self._costs
+        if kind in ("wait_reduce", "wait_all_reduce"):
+            self._ends[kind, index] = tail
+            return tail
+        if kind == "reduce_scatter":
+            num_bytes, end = self._reductions[index].num_bytes, self._ends["wait_reduce", index]
+            took_us = costs.reduce_us(num_bytes)
+        else:
+            num_bytes, end = self._reductions[index].across_bytes, self._ends["wait_all_reduce", index]
+            took_us = costs.all_reduce_us(num_bytes)
+        self._queue_tails[kind] = took_us + max(end, self._queue_tails[kind])
+        return costs.busy_us(num_bytes) + max(tail, self._queue_tails[kind])

@@ -13,7 +13,8 @@ from dataclasses import replace
 from itertools import accumulate
 from math import inf
 
-from zfx.ir import CostModel, Parameter, Program, Schedule
+from zfx.costs import Link
+from zfx.ir import Parameter, Program, Schedule
 
 from .memory import bytes_left, gathered_bytes
 from .partition import Candidate, State, enough_bytes, partition
@@ -30,7 +31,8 @@ def bucket_reductions(schedule: Schedule) -> Schedule:
     hold the first until the last is complete. The partition that finishes first is chosen; among equals, the one that holds least
     bytes times steps, then the one with the fewest buckets. Time is that of reductions beside compute that launches and waits for
     the gathers as it does without reductions; where it stalls for them, launching takes no extra time, which the dynamic
-    program does not foresee. Members below `costs.pack_threshold_bytes` travel packed if there are two or more.
+    program does not foresee. With replicas, time is that of the slower of the two stages, and of both for the last bucket. Members
+    below `costs.pack_threshold_bytes` travel packed if there are two or more.
 
     Guarantee: fits the limits if the argument does with every gradient reduced alone. Every reduction is waited for where it
     is launched; `wait_reductions` lets them overlap. Optimal where `partition` is, among buckets that are closed once larger
@@ -53,7 +55,7 @@ def launched_when_complete(
         members = tuple(gradient for _, gradient in row[start:stop])
         small = tuple(p for p in members if p.grad_bytes < timeline.program.costs.pack_threshold_bytes)
         point = row[stop - 1][0] + 1
-        reductions.append(Reduction(members, point, point, small if len(small) > 1 else ()))
+        reductions.append(Reduction(members, point, point, point, small if len(small) > 1 else ()))
     return replace(timeline, reductions=tuple(reductions))
 
 
@@ -69,6 +71,7 @@ def farthest(timeline: Timeline, row: Sequence[tuple[int, Parameter]], enough: f
     turn, limit, rooms = turn_of(timeline.program), timeline.limits.reduce_bucket_size, _rooms(timeline, row)
     elements = list(accumulate((gradient.num_elements for _, gradient in row), initial=0))
     num_bytes = list(accumulate((gradient.grad_bytes for _, gradient in row), initial=0))
+    across_bytes = list(accumulate((gradient.across_bytes for _, gradient in row), initial=0))
     reach, stop = [], 0
     for start, (first, _) in enumerate(row):
         stop = max(stop, start + 1)
@@ -78,7 +81,7 @@ def farthest(timeline: Timeline, row: Sequence[tuple[int, Parameter]], enough: f
             and elements[stop + 1] - elements[start] <= limit
             and (first < turn) == (row[stop][0] < turn)
             and num_bytes[stop] - num_bytes[start] <= rooms[stop][0]
-            and 2 * (num_bytes[stop + 1] - num_bytes[start]) <= rooms[stop][1]
+            and max(2 * (num_bytes[stop + 1] - num_bytes[start]), across_bytes[stop + 1] - across_bytes[start]) <= rooms[stop][1]
         ):
             stop += 1
         reach.append(stop)
@@ -112,16 +115,30 @@ def _cheapest_runs(
     gathering = with_launches(replace(timeline, reductions=()), earliest_launches(timeline))
     times = simulate(gathering, durations_us)
     points = [step + 1 for step, _ in row]
-    extend = _Extend(costs, row, [times.launch_us[point] for point in points])
-    reach = farthest(timeline, row, enough_bytes(costs.reduce, costs.launch_us))
+    link = _link(timeline.program)
+    extend = _Extend(timeline.program, link, row, [times.launch_us[point] for point in points])
+    reach = farthest(timeline, row, enough_bytes(link, costs.launch_us))
     return partition(len(row), reach, extend, lambda state: max(times.finish_us + state.delay_us, state.channel_us))
+
+
+def _link(program: Program) -> Link:
+    """The time of a reduction. With replicas it has two stages, which follow on each other like two stations of a belt: the slower
+    one says how many pass."""
+    reduce, across = program.costs.reduce, program.costs.all_reduce
+    num_bytes, across_bytes = (sum(getattr(p, size) for p in program.parameters) for size in ("grad_bytes", "across_bytes"))
+    if program.replicas == 1 or not num_bytes or not across_bytes:
+        return reduce
+    bytes_per_us = min(reduce.bytes_per_us, across.bytes_per_us * num_bytes / across_bytes)
+    return Link(max(reduce.latency_us, across.latency_us), bytes_per_us)
 
 
 class _Extend:
     """One more bucket: from the state before its first member to the state after its launch. Two at most are in flight."""
 
-    def __init__(self, costs: CostModel, row: Sequence[tuple[int, Parameter]], reached_us: Sequence[float]) -> None:
-        self._costs, self._link, self._reached_us, self._row = costs, costs.reduce, reached_us, row
+    def __init__(self, program: Program, link: Link, row: Sequence[tuple[int, Parameter]], reached_us: Sequence[float]) -> None:
+        self._costs, self._link, self._reached_us, self._row = program.costs, link, reached_us, row
+        self._across = program.replicas > 1
+        self._across_bytes = list(accumulate((gradient.across_bytes for _, gradient in row), initial=0))
         sizes = [gradient.grad_bytes for _, gradient in row]
         self._bytes = list(accumulate(sizes, initial=0))
         self._byte_steps = list(accumulate((size * step for size, (step, _) in zip(sizes, row)), initial=0))
@@ -133,5 +150,13 @@ class _Extend:
             stretch = num_bytes * step - (self._byte_steps[stop] - self._byte_steps[start])
             now = max(reached_us[stop - 1] + state.delay_us, state.before_us) + self._costs.busy_us(num_bytes)
             end = max(now, state.channel_us) + link.latency_us + num_bytes / link.bytes_per_us
+            if self._across and stop == len(row):
+                end += self._other_stage_us(start)
             order = (now - reached_us[stop - 1], state.stretch + stretch, state.count + 1)
             yield stop, (end, order, state.channel_us, step + 1, start)
+
+    def _other_stage_us(self, start: int) -> float:
+        """What the last bucket, from `start` on, still takes once it has passed the slower stage, or before."""
+        num_bytes, across_bytes = self._bytes[-1] - self._bytes[start], self._across_bytes[-1] - self._across_bytes[start]
+        both_us = self._costs.reduce_us(num_bytes) + self._costs.all_reduce_us(across_bytes)
+        return max(0.0, both_us + self._costs.busy_us(across_bytes) - self._link.us(num_bytes))

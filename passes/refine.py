@@ -37,7 +37,8 @@ def refine(schedule: Schedule) -> Schedule:
 
     A search goes from the fastest structure that is known to all that are one change away from it, then from the next fastest, and
     so on, each placed by `settled`; the fastest of `MAX_TRIALS` is where the next search starts. It ends where one gains
-    nothing to speak of (see `LEAST_GAIN`). Structures are judged by the durations that all ranks share; the best is then placed by
+    nothing to speak of (see `LEAST_GAIN`). A program with replicas is left alone: reductions in two stages are not settled yet.
+    Structures are judged by the durations that all ranks share; the best is then placed by
     this rank's. Between micro-batches, what is kept and carried stays as it is, and neither forward nor backward may lose time.
 
     Guarantee: by `structural_us`, never slower than the argument. What it changes fits the limits. Cost: a round takes no more than
@@ -45,6 +46,8 @@ def refine(schedule: Schedule) -> Schedule:
     `MIN_TRIALS` none.
     Reference: Aarts and Lenstra, *Local search in combinatorial optimization*, 1997.
     """
+    if schedule.program.replicas > 1:
+        return schedule
     while (better := _round(schedule)) is not None:
         schedule = better
     return schedule
@@ -143,5 +146,6 @@ def _moved(
     gathers = (
         Gather(tuple(map(interval, g.members)), launch(g.launch), first(g.wait)) for g in timeline.gathers
     )
-    reductions = (Reduction(r.members, launch(r.launch), launch(r.launch)) for r in timeline.reductions)
+    points = [launch(r.launch) for r in timeline.reductions]
+    reductions = (Reduction(r.members, point, point, point) for r, point in zip(timeline.reductions, points))
     return replace(timeline, gathers=tuple(gathers), reductions=tuple(reductions), carried=tuple(map(interval, timeline.carried)))

@@ -66,7 +66,7 @@ def deferred(timeline: Timeline) -> Timeline | None:
         if point > len(timeline.program.steps) or (point > turn and any(ready[p.name] <= turn for p in reduction.members)):
             return None
         small = tuple(p for p in reduction.members if p.grad_bytes < threshold)
-        reductions.append(Reduction(reduction.members, point, point, small if len(small) > 1 else ()))
+        reductions.append(Reduction(reduction.members, point, point, point, small if len(small) > 1 else ()))
     return replace(timeline, reductions=tuple(reductions))
 
 

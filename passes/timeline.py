@@ -62,16 +62,31 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Gradients whose reduction is launched together at point `launch` and waited for at point `wait`."""
+    """Gradients whose reduction is launched together at point `launch` and waited for at point `wait`.
+
+    Where there are replicas, its all-reduce over them is launched right after that wait, and waited for at point `done`. If that
+    is the same point, nothing comes between; `len(steps) + 1` is after everything else that happens after the last step. Without
+    replicas, `done` is `wait`.
+    """
 
     members: tuple[Parameter, ...]
     launch: int
     wait: int
+    done: int
     packed: tuple[Parameter, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         return sum(p.grad_bytes for p in self.members)
+
+    @property
+    def across_bytes(self) -> int:
+        return sum(p.across_bytes for p in self.members)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that it holds once it is launched: gradients and what arrives for them, or what the all-reduce brings."""
+        return max(2 * self.num_bytes, self.across_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +145,7 @@ def read(schedule: Schedule) -> Timeline:
     num_steps = len(program.steps)
     launches: dict[int, int] = {}
     waits: dict[int, int] = {}
+    done = _done(schedule)
     arrives = program.window in ("middle", "last")
     owner: dict[str, int | None] = dict.fromkeys(schedule.carried) if arrives else {}  # name -> the bucket that brought it
     carried = tuple(owner)
@@ -137,7 +153,7 @@ def read(schedule: Schedule) -> Timeline:
     seen: dict[int, int] = defaultdict(int)  # by point, what reductions have done there so far
     behind: dict[int, int] = {}  # by gather, how much of that stands before it
     for instruction in schedule.instructions:
-        if instruction.kind in ("reduce_scatter", "wait_reduce"):
+        if instruction.kind in ("reduce_scatter", "wait_reduce", "all_reduce", "wait_all_reduce"):
             seen[instruction.point] += 1
         if instruction.bucket is None:
             last.update({(owner[name], name): instruction.point - 1 for name in instruction.parameters})
@@ -146,7 +162,7 @@ def read(schedule: Schedule) -> Timeline:
             if instruction.kind == "all_gather":
                 behind[instruction.bucket] = seen[instruction.point]
                 owner.update(dict.fromkeys(instruction.parameters, instruction.bucket))
-        else:
+        elif instruction.kind in ("wait", "wait_reduce"):
             waits[instruction.bucket] = instruction.point
     gathers, reductions = [], []
     for bucket in schedule.buckets:
@@ -156,17 +172,35 @@ def read(schedule: Schedule) -> Timeline:
             for name in bucket.parameters:
                 first = reads[name][bisect_left(reads[name], launch)]
                 members.append(Interval(parameters[name], first, last.get((bucket.index, name), num_steps)))
-            small = tuple(i for i in members if i.parameter.name in packed)
-            gathers.append(Gather(tuple(members), launch, wait, small, seen[launch] - behind[bucket.index]))
+            together = tuple(i for i in members if i.parameter.name in packed)
+            gathers.append(Gather(tuple(members), launch, wait, together, seen[launch] - behind[bucket.index]))
         else:
             gradients = tuple(parameters[name] for name in bucket.parameters)
-            reductions.append(Reduction(gradients, launch, wait, tuple(p for p in gradients if p.name in packed)))
+            small = tuple(p for p in gradients if p.name in packed)
+            reductions.append(Reduction(gradients, launch, wait, done.get(bucket.index, wait), small))
     held = tuple(Interval(parameters[name], reads[name][0], last.get((None, name), num_steps)) for name in carried)
     return Timeline(program, schedule.limits, tuple(gathers), tuple(reductions), held)
 
 
-def agenda(timeline: Timeline) -> dict[int, list[tuple[Kind, int]]]:
-    """By point, what is done there besides releasing, in order: each a kind, and the index of the gather or reduction.
+def _done(schedule: Schedule) -> dict[int | None, int]:
+    """`Reduction.done` by bucket: behind everything else that happens after the last step, or where it stands."""
+    others, found = -1, dict[int | None, int]()
+    num_steps = len(schedule.program.steps)
+    for place, instruction in enumerate(schedule.instructions):
+        if instruction.kind != "wait_all_reduce":
+            others = place
+    for place, instruction in enumerate(schedule.instructions):
+        if instruction.kind == "wait_all_reduce":
+            last = instruction.point == num_steps and place > others
+            found[instruction.bucket] = num_steps + 1 if last else instruction.point
+    return found
+
+
+Event = tuple[Kind, int]  # an instruction, and the index of the gather or reduction that it is for
+
+
+def agenda(timeline: Timeline) -> dict[int, list[Event]]:
+    """By point, what is done there besides releasing, in order; at `len(steps) + 1` what comes last of all.
 
     The order at a point is the one that holds least. What frees comes first, what allocates last:
 
@@ -174,21 +208,34 @@ def agenda(timeline: Timeline) -> dict[int, list[tuple[Kind, int]]]:
 
     but for gathers that are launched `ahead`, which gives the channel more time where there is room for it. `release` stands before
     `wait_reduce` because it never blocks; launches stand before `wait` so that the next bucket is in the queue while this one is
-    waited for.
+    waited for. With replicas, `all_reduce` follows on its `wait_reduce`, and so does its `wait_all_reduce` if that is due here; one
+    that was launched at an earlier point is waited for right after the releases. Those that nothing waits for before the end come
+    last of all, so that no launch stands behind them.
     """
-    rows: dict[int, list[tuple[Kind, int]]] = defaultdict(list)
-    for index, reduction in enumerate(timeline.reductions):
-        if reduction.wait > reduction.launch:
-            rows[reduction.wait].append(("wait_reduce", index))
-    for index, reduction in enumerate(timeline.reductions):
-        rows[reduction.launch].append(("reduce_scatter", index))
-        if reduction.wait == reduction.launch:
-            rows[reduction.launch].append(("wait_reduce", index))
+    rows = reduction_events(timeline)
     for index, gather in enumerate(timeline.gathers):
         row = rows[gather.launch]
         row.insert(len(row) - gather.ahead, ("all_gather", index))
     for index, gather in enumerate(timeline.gathers):
         rows[gather.wait].append(("wait", index))
+    return rows
+
+
+def reduction_events(timeline: Timeline) -> dict[int, list[Event]]:
+    """What of the `agenda` is done for reductions."""
+    sections: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    across = timeline.program.replicas > 1
+    for index, reduction in enumerate(timeline.reductions):
+        launch, wait, done = reduction.launch, reduction.wait, reduction.done
+        sections[launch, 2].append(("reduce_scatter", index))
+        section = sections[wait, 2 if wait == launch else 1]
+        section.append(("wait_reduce", index))
+        if across:
+            section.append(("all_reduce", index))
+            (section if done == wait else sections[done, 0]).append(("wait_all_reduce", index))
+    rows: dict[int, list[Event]] = defaultdict(list)
+    for point, section_number in sorted(sections):
+        rows[point] += sections[point, section_number]
     return rows
 
 
@@ -204,10 +251,11 @@ def write(timeline: Timeline) -> Schedule:
     kinds: list[Literal["all_gather", "reduce_scatter"]] = ["all_gather"] * len(gathers)
     kinds += ["reduce_scatter"] * len(reductions)
     buckets = tuple(Bucket(*row) for row in zip(range(len(kinds)), kinds, (*gathers, *reductions), packs))
-    for point, events in agenda(timeline).items():
+    for point, events in sorted(agenda(timeline).items()):
+        at = min(point, num_steps)
         for kind, index in events:
             bucket = buckets[index if kind in ("all_gather", "wait") else len(gathers) + index]
-            rows[point].append(Instruction(kind, point, bucket.parameters, bucket.index))
+            rows[at].append(Instruction(kind, at, bucket.parameters, bucket.index))
     released: dict[int, list[str]] = defaultdict(list)
     kept: set[str] = set()
     carried = {interval.parameter.name for interval in timeline.carried}

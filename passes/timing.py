@@ -1,22 +1,23 @@
 """When everything happens, by the cost model: the one clock by which passes judge a schedule.
 
-Compute runs step after step. Gathers have one channel and reductions another, each first in, first out. A collective starts
-when compute has reached its launch and the one before it on its channel is over; a wait stalls compute until it is over.
+Compute runs step after step. Gathers have one channel, reductions another, and all-reduces over replicas a third, each first in,
+first out. A collective starts when compute has reached its launch and the one before it on its channel is over; a wait stalls
+compute until it is over.
 Durations are fixed and compute is not slowed down by communication: an estimate, never a condition of correctness.
 
     compute    | s0 | s1 |     stall      | s2 |
     gathers         ^launch [====== b =====]^wait
 
-`busy_us` of compute goes by after each wait for a gather and before each launch of a reduction. The durations of the steps are an
-argument, see `view.py`.
+`busy_us` of compute goes by after each wait for a gather and before each launch of a reduction or an all-reduce. The durations of
+the steps are an argument, see `view.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .timeline import Timeline, agenda, turn_of
+from .timeline import Event, Timeline, agenda, turn_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Times:
     Attributes:
         launch_us: by point, when what is gathered last there is launched.
         forward_us: when the turn begins: nothing is in flight then. `finish_us`: when all is over.
-        gather_stalls_us, reduce_stalls_us: how long compute waits for each gather and each reduction.
+        gather_stalls_us, reduce_stalls_us: how long compute waits for each gather and each reduction, its all-reduce included.
     """
 
     launch_us: tuple[float, ...]
@@ -38,29 +39,58 @@ class Times:
 
 def simulate(timeline: Timeline, durations_us: Sequence[float]) -> Times:
     """Replay the timeline. Linear in steps and buckets."""
-    costs, rows = timeline.program.costs, agenda(timeline)
-    gather_bytes = [gather.num_bytes for gather in timeline.gathers]
-    reduce_bytes = [reduction.num_bytes for reduction in timeline.reductions]
-    gathered, reduced = [0.0] * len(gather_bytes), [0.0] * len(reduce_bytes)  # when each is over
-    gather_stalls, reduce_stalls = [0.0] * len(gather_bytes), [0.0] * len(reduce_bytes)
-    gather_free = reduce_free = now = 0.0
-    launch_us, turn, forward_us = [], turn_of(timeline.program), 0.0
+    rows, turn = agenda(timeline), turn_of(timeline.program)
+    clock = _Clock(timeline)
+    launch_us, forward_us = [], 0.0
     for point, duration_us in enumerate((*durations_us, 0.0)):
-        launched = now
-        for kind, index in rows.get(point, ()):
+        clock.launched = clock.now
+        clock.pass_row(rows.get(point, ()))
+        launch_us.append(clock.launched)
+        forward_us = clock.now if point == turn else forward_us
+        clock.now += duration_us
+    clock.pass_row(rows.get(len(launch_us), ()))
+    return Times(tuple(launch_us), forward_us, clock.now, tuple(clock.gather_stalls), tuple(clock.reduce_stalls))
+
+
+class _Clock:
+    """Compute and the channels beside it, event by event. Local to one call of `simulate`."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._costs = timeline.program.costs
+        self._gather_bytes = [gather.num_bytes for gather in timeline.gathers]
+        self._reduce_bytes = [reduction.num_bytes for reduction in timeline.reductions]
+        self._across_bytes = [reduction.across_bytes for reduction in timeline.reductions]
+        self.gather_stalls, self.reduce_stalls = [0.0] * len(self._gather_bytes), [0.0] * len(self._reduce_bytes)
+        self.now = self.launched = 0.0
+        self._gathered, self._reduced, self._averaged = list[float](), list[float](), list[float]()  # when each is over
+
+    def pass_row(self, row: Iterable[Event]) -> None:
+        """Launch and wait for what is due at a point."""
+        costs = self._costs
+        for kind, index in row:
             if kind == "all_gather":
-                gathered[index] = gather_free = max(now, gather_free) + costs.gather_us(gather_bytes[index])
-            elif kind == "wait":
-                gather_stalls[index] = max(0.0, gathered[index] - now)
-                now = max(now, gathered[index]) + costs.busy_us(gather_bytes[index])
-            elif kind == "reduce_scatter":
-                now += costs.busy_us(reduce_bytes[index])
-                reduced[index] = reduce_free = max(now, reduce_free) + costs.reduce_us(reduce_bytes[index])
-                launched = now
+                self._queue(self._gathered, costs.gather_us(self._gather_bytes[index]))
+                continue
+            if kind == "wait":
+                self.gather_stalls[index] = self._stall(self._gathered[index])
+                self.now += costs.busy_us(self._gather_bytes[index])
+                continue
+            if kind == "reduce_scatter":
+                self.now += costs.busy_us(self._reduce_bytes[index])
+                self._queue(self._reduced, costs.reduce_us(self._reduce_bytes[index]))
+            elif kind == "wait_reduce":
+                self.reduce_stalls[index] += self._stall(self._reduced[index])
+            elif kind == "all_reduce":
+                self.now += costs.busy_us(self._across_bytes[index])
+                self._queue(self._averaged, costs.all_reduce_us(self._across_bytes[index]))
             else:
-                reduce_stalls[index] = max(0.0, reduced[index] - now)
-                launched = now = max(now, reduced[index])
-        launch_us.append(launched)
-        forward_us = now if point == turn else forward_us
-        now += duration_us
-    return Times(tuple(launch_us), forward_us, now, tuple(gather_stalls), tuple(reduce_stalls))
+                self.reduce_stalls[index] += self._stall(self._averaged[index])
+            self.launched = self.now
+
+    def _stall(self, end: float) -> float:
+        stall = max(0.0, end - self.now)
+        self.now = max(self.now, end)
+        return stall
+
+    def _queue(self, ends: list[float], duration_us: float) -> None:
+        ends.append((max(self.now, ends[-1]) if ends else self.now) + duration_us)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import inf
 
 from zfx.ir import Schedule
 
@@ -24,8 +23,9 @@ def wait_reductions(schedule: Schedule) -> Schedule:
     """Wait for each reduction at the first point where, by the cost model, it is over.
 
     Earlier, if bucket k+2 is launched (at most two are in flight), if `memory_budget` needs the bytes back, or if the forward
-    ends; all are waited for after the last step. At a point, gathers are launched before what reductions do there, as far as
-    `memory_budget` allows: it takes nothing from compute, and their channel has more time.
+    ends; all are waited for after the last step. Where there are replicas the all-reduce is launched there, and waited for by the
+    same rule, but that any number may be in flight. Without replicas, gathers are launched before what reductions do at their
+    point, as far as `memory_budget` allows: it takes nothing from compute, and their channel has more time.
 
     Guarantee: fits the limits if the argument does with every reduction waited for at its launch. Without a budget, no wait
     but those three kinds ever stalls. Cost: linear.
@@ -50,15 +50,18 @@ def wait_when_over(timeline: Timeline, durations_us: Sequence[float]) -> Timelin
         waited[gather.wait].append(index)
     flight = _Flight(timeline)
     for point, done in enumerate(completed):
-        if flight.reducing or point in gathered or point in launched or point in waited:
+        if flight.reducing or flight.averaging or point in gathered or point in launched or point in waited:
             flight.arrive(point, gathered.get(point, ()), launched.get(point, ()), room.before[point])
-            land_all = point in (turn, num_steps)
-            flight.make_room(-inf if land_all else min(room.during[point], room.before[point + 1]) - done)
+            if point in (turn, num_steps):
+                flight.land_all(averaged=point == turn)
+            flight.make_room((min(room.during[point], room.before[point + 1]) if point < num_steps else room.before[point]) - done)
             flight.leave(waited.get(point, ()))
         flight.pending += done
         if point < num_steps:
             flight.now += durations_us[point]
-    reductions = tuple(replace(r, wait=wait) for r, wait in zip(timeline.reductions, flight.waits))
+    for index, _ in flight.averaging:
+        flight.done[index] = num_steps + 1  # nothing waits for them but the end
+    reductions = tuple(replace(r, wait=w, done=d) for r, w, d in zip(timeline.reductions, flight.waits, flight.done))
     gathers = tuple(g if g.ahead == ahead else replace(g, ahead=ahead) for g, ahead in zip(timeline.gathers, flight.ahead))
     return replace(timeline, gathers=gathers, reductions=reductions)
 
@@ -67,16 +70,20 @@ class _Flight:
     """What is in flight while the steps are replayed, and the clock. Local to one call of `wait_when_over`."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self._costs = timeline.program.costs
+        self._costs, self._across = timeline.program.costs, timeline.program.replicas > 1
         self._reduce_bytes = [reduction.num_bytes for reduction in timeline.reductions]
+        self._peak_bytes = [reduction.peak_bytes for reduction in timeline.reductions]
+        self._across_bytes = [reduction.across_bytes for reduction in timeline.reductions]
         self._gather_bytes = [gather.num_bytes for gather in timeline.gathers]
         self._held_bytes = [gather.num_bytes + gather.packing_bytes for gather in timeline.gathers]
-        self.waits, self.ahead = [0] * len(timeline.reductions), [0] * len(timeline.gathers)
+        self.waits, self.done = [0] * len(timeline.reductions), [0] * len(timeline.reductions)
+        self.ahead = [0] * len(timeline.gathers)
         self.now, self.pending = 0.0, 0
         self.reducing: deque[tuple[int, float]] = deque()  # reductions, and when they are over
-        self._flying = 0  # their bytes
+        self.averaging: deque[tuple[int, float]] = deque()  # all-reduces, the same
+        self._flying = 0  # what both hold; a reduction as much as its all-reduce will, if that is more
         self._gathered: dict[int, float] = {}  # when what is gathered is there
-        self._gather_free = self._reduce_free = 0.0
+        self._gather_free = self._reduce_free = self._across_free = 0.0
         self._point, self._room, self._here = 0, 0.0, 0
         self._todo: deque[int] = deque()  # gathers of this point
         self._later = 0  # what the reductions of this point that are still to be launched need at the most, one after another
@@ -88,21 +95,30 @@ class _Flight:
         self._point, self._room, self._todo = point, room, deque(gathers)
         self._here = self._events = self._later = 0
         self._launched_after.clear()
+        while self.averaging and self.averaging[0][1] <= self.now:
+            self._finish()
         self._land_arrived()
         later = [0]  # by reductions that are left
         for index in reversed(reductions):
             num_bytes = self._reduce_bytes[index]
-            later.append(max(num_bytes, later[-1] - num_bytes))
+            later.append(max(self._peak_bytes[index], later[-1]) - num_bytes)
         for index in reductions:
             self._later = later.pop()
             self._reduce(index)
         self._later = 0
 
     def make_room(self, room: float) -> None:
-        """Wait for reductions until gradients take no more than that; for all of them if it is less than nothing."""
-        while self.reducing and 2 * self._flying + self.pending > room:
-            self._land()
+        """Wait for the oldest until gradients take no more than that: for all-reduces once no reduction is in flight."""
+        while (self.reducing or self.averaging) and self._flying + self.pending > room:
+            self._wait()
         self._land_arrived()
+
+    def land_all(self, averaged: bool) -> None:
+        """Wait for all reductions; and, if `averaged`, for their all-reduces."""
+        while self.reducing:
+            self._land()
+        while self.averaging and averaged:
+            self._finish()
 
     def leave(self, waits: Iterable[int]) -> None:
         """Launch the other gathers of this point, and wait for those that are due."""
@@ -116,35 +132,52 @@ class _Flight:
     def _reduce(self, index: int) -> None:
         num_bytes = self._reduce_bytes[index]
         self._gather_what_fits()
-        while self.reducing and (
-            len(self.reducing) > 1 or 2 * self._flying + self.pending + num_bytes + self._here > self._room
-        ):
+        more_bytes = self._peak_bytes[index] - num_bytes
+        while len(self.reducing) > 1:
             self._land()
+        while (self.reducing or self.averaging) and self._flying + self.pending + more_bytes + self._here > self._room:
+            self._wait()
         self.now += self._costs.busy_us(num_bytes)
         self._reduce_free = max(self.now, self._reduce_free) + self._costs.reduce_us(num_bytes)
         self.reducing.append((index, self._reduce_free))
-        self._flying += num_bytes
+        self._flying += self._peak_bytes[index]
         self.pending -= num_bytes
         self._events += 1
         self._land_arrived()
 
+    def _wait(self) -> None:
+        (self._land if self.reducing else self._finish)()
+
     def _land(self) -> None:
-        """Wait here for the oldest reduction."""
+        """Wait here for the oldest reduction; where there are replicas, its all-reduce is launched."""
         self._gather_what_fits()
         index, end = self.reducing.popleft()
-        self.waits[index] = self._point
+        self.waits[index] = self.done[index] = self._point
         self.now = max(self.now, end)
-        self._flying -= self._reduce_bytes[index]
+        self._flying -= self._peak_bytes[index]
         self._events += 1
+        if self._across:
+            num_bytes = self._across_bytes[index]
+            self.now += self._costs.busy_us(num_bytes)
+            self._across_free = max(self.now, self._across_free) + self._costs.all_reduce_us(num_bytes)
+            self.averaging.append((index, self._across_free))
+            self._flying += num_bytes
+
+    def _finish(self) -> None:
+        """Wait here for the oldest all-reduce."""
+        index, end = self.averaging.popleft()
+        self.done[index] = self._point
+        self.now = max(self.now, end)
+        self._flying -= self._across_bytes[index]
 
     def _land_arrived(self) -> None:
         while self.reducing and self.reducing[0][1] <= self.now:
             self._land()
 
     def _gather_what_fits(self) -> None:
-        while self._todo:
+        while self._todo and not self._across:
             held = self._here + self._held_bytes[self._todo[0]] + self.pending
-            if max(2 * self._flying, self._later) + held > self._room:
+            if max(self._flying, self._later) + held > self._room:
                 break
             self._gather()
 

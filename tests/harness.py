@@ -263,8 +263,11 @@ class RankPool:
         return _Worker(self.folder / f"worker{self.num_started}.log")
 
     def _grow(self, world_size: int) -> None:
-        new = [self._start() for _ in range(world_size - len(self.workers))]
-        self.workers += new
+        gone = [rank for rank, worker in enumerate(self.workers) if not worker.process.is_alive()]
+        new = [self._start() for _ in range(len(gone) + max(0, world_size - len(self.workers)))]
+        for rank, worker in zip(gone, new):  # a worker keeps its rank: torch caches by the mesh alone what a rank owns of a tensor
+            self.workers[rank] = worker
+        self.workers += new[len(gone) :]
         for worker in new:
             if not worker.ready(START_TIMEOUT_S):
                 log = worker.log()
@@ -286,7 +289,6 @@ class RankPool:
         for ok, worker in zip(fit, team):
             if not (ok and worker.ready(CLEANUP_TIMEOUT_S)):
                 worker.stop()
-        self.workers = [w for w in self.workers if w.process.is_alive()]
         return found
 
     def close_workers(self) -> None:

@@ -133,12 +133,12 @@ class Counting(nn.Module):
 
 def slow_capture() -> float:
     torch.manual_seed(0)
-    model = zfx.compile(Counting(), timeout=15.0)
+    model = zfx.compile(Counting(), timeout=8.0)
     model(torch.ones(2, 4)).sum().backward()
     build_extract = zfx.build.extract
     if dist.get_rank() == 1:  # this rank captures anew, and takes longer than the timeout
         def slow(*args):  # type: ignore[no-untyped-def]
-            time.sleep(18)
+            time.sleep(10)
             return build_extract(*args)
 
         zfx.build.extract = slow

@@ -60,6 +60,11 @@ def test_what_would_go_stale_is_refused(prepare, says: str) -> None:  # type: ig
     del held
 
 
+def test_sparse_embeddings_are_refused_when_planning_too() -> None:
+    with pytest.raises(ValueError, match="'0' makes sparse gradients"):
+        zfx.compile(nn.Sequential(nn.Embedding(5, 4, sparse=True)), world_size=2)
+
+
 def test_planned_without_a_process_group() -> None:
     model = zfx.compile(mlp(), world_size=64, limits=RELEASE_ALL)
     with pytest.raises(RuntimeError, match="torchrun --nproc-per-node 64"):

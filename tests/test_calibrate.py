@@ -135,7 +135,7 @@ def edited(**changes: Any) -> dict[str, Any]:
     [
         (edited(format="zfx.schedule"), 'not a zfx costs: "format" must be "zfx.costs", got \'zfx.schedule\''),
         ([], 'not a zfx costs: "format" must be'),
-        (edited(version=2), "has version 2, this zfx reads up to 1: read it with a newer zfx"),
+        (edited(version=3), "has version 3, this zfx reads up to 2: read it with a newer zfx"),
         (edited(version="1"), '"version" must be a whole number'),
         (edited(gather=...), r"costs lacks the fields \['gather'\]"),
         (edited(speed=1), r"costs has unknown fields \['speed'\]"),

@@ -207,6 +207,24 @@ def test_no_backward(folder: Path, capsys: pytest.CaptureFixture[str], monkeypat
         assert answer["volume"]["gathered_bytes"] == 4 * 4 * 32 * 31  # 30 rows on 8 ranks are 32, each of 30 + 1 elements
 
 
+def test_replicas(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.chdir(folder)
+    out = folder / "replicas.json"
+    assert run(["plan", "models:net", "-n", "16", "--replicas", "2", "--json", "--out", str(out)]) == 0
+    answer, schedule = json.loads(capsys.readouterr().out), dump.from_json(out.read_text())
+    assert (answer["world_size"], answer["replicas"], schedule.program.num_shards) == (16, 2, 8)
+    assert schedule.program.costs == costs_for("h100", "nvlink:8,ib", 16, 2)
+    assert answer["volume"]["all_reduced_bytes"] == 4 * 4 * 4 * 31 and answer["time"]["all_reduce_us"] > 0  # 4 of 32 rows a rank
+    assert run(["plan", "models:net", "-n", "16", "--replicas", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "on 16 ranks, 2 replicas of 8;" in shown and "all-reduced" in shown
+    assert run(["plan", "models:net", "--find-world-size", "--replicas", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == 4
+    assert run(["plan", "models:net", "-n", "16", "--replicas", "3"]) == 2
+    assert "--world-size 16 can't be divided among --replicas 3" in capsys.readouterr().err
+    assert run(["diff", str(out), str(out), "--exit-code"]) == 0 == run(["verify", str(out)])
+
+
 # ---- capture ---------------------------------------------------------------------------------------------------------
 
 

@@ -101,6 +101,24 @@ def test_two_tiers_by_hand() -> None:
     assert 1 / tree.bytes_per_us == pytest.approx((1 - 1 / 128) / 320e3 + (1 - 1 / 8) / 360e3)
 
 
+def test_replicas_by_hand() -> None:
+    """Gathers stay inside a node; between two nodes each rank exchanges its shard with the other, 8 NICs for 8 ranks at 80 %."""
+    costs = costs_for("h100", "nvlink:8,ib", 16, replicas=2)
+    assert (costs.gather, costs.reduce) == (costs_for("h100", "nvlink:8", 8).gather,) * 2
+    assert costs.all_reduce.us(40_000_000) == pytest.approx(10 + 2 * 4.0 + 1000)
+    # two replicas of 4 to a node, 8 nodes: 15 of 16 parts go around twice, by 8 NICs for 4 ranks; 8 hops inside nodes, 7 between
+    ring = costs_for("h100", "nvlink:8,ib", 64, replicas=16).all_reduce
+    assert ring.us(0) == pytest.approx(10 + 2 * (8 * 1.9 + 7 * 4.0))
+    assert ring.bytes_per_us == pytest.approx(320e3 / 4 * 16 / 15 / 2)
+    # a replica of two nodes has twice the links
+    wide = costs_for("h100", "nvlink:8,ib", 32, replicas=2).all_reduce
+    assert wide.bytes_per_us == pytest.approx(40e3)
+    two = costs_for("cpu", "loopback", 4, replicas=2).all_reduce
+    assert two.us(2_000_000) == pytest.approx(200 + 1000), "each rank sends its shard once"
+    with pytest.raises(ValueError, match="16 ranks can't be divided among 3 replicas"):
+        costs_for("h100", "nvlink:8,ib", 16, replicas=3)
+
+
 def test_links_and_own_numbers() -> None:
     one, eight = (costs_for("h100", f"nvlink:8,{tier}", 64).gather for tier in ("ib*1", "ib*8"))
     assert eight == costs_for("h100", "nvlink:8,ib400", 64).gather and one.bytes_per_us < eight.bytes_per_us / 5

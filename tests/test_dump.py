@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import networkx as nx
 import pydot
@@ -23,7 +23,7 @@ import zfx.dump
 from zfx.certificate import certify
 from zfx.costs import CostModel, Link, Rate
 from zfx.dump import from_dict, from_json, save, to_dict, to_dot, to_json, to_networkx
-from zfx.ir import Bucket, Instruction, Parameter, Program, Schedule, Step
+from zfx.ir import Bucket, Instruction, Kind, Parameter, Program, Schedule, Step
 from zfx.limits import Limits
 
 from .strategies import link_costs
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"
 ODD = ("", '"', "\\", 'a\\"', "50%s", "a\nb\r\tc", "\x00\x1b", "é漢😀", "&amp;", "<b>", "a:b", "{x|y}", "\\N", "\ufffe", "]]>")
 
 COLLECTIVES = ("all_gather", "reduce_scatter")
+KINDS = get_args(Kind)
 WELL_FORMED = {"kept": mlp(kept=True), "again": mlp(kept=False), "small": small()}
 
 texts = st.one_of(st.sampled_from(ODD), st.text(max_size=6))
@@ -54,6 +55,7 @@ costs = st.builds(
     nominal_tokens=sizes,
     source=st.text(max_size=3),
     busy_bytes_per_us=rates,
+    all_reduce=links,
 )
 
 
@@ -67,11 +69,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
     phase = {"f": "forward", "t": "turn", "b": "backward"}
     labels = draw(st.lists(texts, unique=True, min_size=len(phases), max_size=len(phases)))
     program = Program(
-        tuple(Parameter(n, draw(sizes), draw(sizes), draw(sizes), draw(whole)) for n in names),
+        tuple(Parameter(n, draw(sizes), draw(sizes), draw(sizes), draw(whole), draw(sizes)) for n in names),
         tuple(Step(n, phase[p], draw(texts), draw(some), draw(some), draw(whole), draw(numbers)) for n, p in zip(labels, phases)),
-        draw(whole), draw(some), draw(whole), draw(costs),
+        6 * draw(whole), draw(some), draw(whole), draw(costs), replicas=draw(st.sampled_from([1, 1, 2, 3])),
     )  # fmt: skip
-    kinds = st.sampled_from([*COLLECTIVES, "wait", "release", "wait_reduce"])
+    kinds = st.sampled_from(KINDS)
     index = st.one_of(st.none(), st.integers(-1, 3))
     return Schedule(
         program,
@@ -112,7 +114,9 @@ def test_the_certificate_is_the_schedules_own(schedule: Schedule) -> None:
     data, certificate = to_dict(schedule), asdict(certify(schedule))
     plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in certificate.items()}
     assert data["certificate"] == plain
-    assert str(to_networkx(schedule).graph) == str({"world_size": schedule.program.world_size, **certificate})  # str: nan is nan
+    assert str(to_networkx(schedule).graph) == str(
+        {"world_size": schedule.program.world_size, "replicas": schedule.program.replicas, **certificate}
+    )  # str: nan is nan
 
 
 def test_floats_and_infinities_survive_and_integers_in_their_place_are_the_same_bytes() -> None:
@@ -127,7 +131,7 @@ def test_floats_and_infinities_survive_and_integers_in_their_place_are_the_same_
 
 def test_the_envelope_and_a_field_of_each_record() -> None:
     data = json.loads(to_json(WELL_FORMED["kept"]))
-    assert (data["format"], data["version"]) == ("zfx.schedule", 2)
+    assert (data["format"], data["version"]) == ("zfx.schedule", 3)
     assert data["buckets"][0] == {"index": 0, "kind": "all_gather", "parameters": ["w0", "b0", "b1"], "packed": ["b0", "b1"]}
     assert data["limits"]["memory_budget"] is None and data["kept"] == ["w1"]
 
@@ -149,8 +153,8 @@ def edited(path: str, value: Any) -> dict[str, Any]:
     ("path", "value", "message"),
     [
         ("format", "other", 'not a zfx schedule: "format" must be "zfx.schedule", got \'other\''),
-        ("version", 3, "version 3, this zfx reads up to 2"),
-        ("version", 1, "version 1, this zfx reads version 2: plan it again"),
+        ("version", 4, "version 4, this zfx reads up to 3"),
+        ("version", 2, "version 2, this zfx reads version 3: plan it again"),
         ("version", True, '"version" must be a whole number'),
         ("version", "1", '"version" must be a whole number'),
         ("surprise", 1, "schedule has unknown fields ['surprise']; its fields are program, limits, buckets, instructions, kept"),
@@ -203,7 +207,7 @@ def test_a_wrong_field_is_named(path: str, value: Any, message: str) -> None:
         ('"zfx.schedule"', '"format" must be'),
         ("{}", '"format" must be "zfx.schedule", got None'),
         ('{"format": "zfx.schedule"}', '"version" must be'),
-        ('{"format": "zfx.schedule", "version": 2}', "schedule lacks the fields ['buckets', 'carried',"),
+        ('{"format": "zfx.schedule", "version": 3}', "schedule lacks the fields ['buckets', 'carried',"),
         ('{"format": "zfx.schedule", "format": "x"}', "a key stands twice"),
         ("[" * 100_000, "nested too deeply"),
         ('{"format":' + "[" * 900 + "]" * 900 + "}", '"format" must be'),

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.harness import live_tensors, run_ranks
 
-NUM_TIMES = 20
+NUM_TIMES = 8
 NUM_STEPS = 3
 
 

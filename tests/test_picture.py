@@ -116,7 +116,7 @@ def test_the_data_of_a_plan() -> None:
 
 
 @settings(max_examples=25)
-@given(problems())
+@given(problems(replicas=(1, 2)))
 def test_the_data_of_any_plan(problem: tuple[Program, Limits]) -> None:
     check_data(plan(*problem))
 
@@ -172,7 +172,7 @@ def test_text_can_be_read_on_what_it_stands_on() -> None:
         return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
 
     grounds = [("ink", "paper"), ("ink", "panel"), ("soft", "paper"), ("soft", "panel"), ("good", "panel"), ("limit", "paper")]
-    grounds += [("on", color) for color in ("accent", "forward", "turn", "backward", "gather", "reduce", "exposed")]
+    grounds += [("on", color) for color in ("accent", "forward", "turn", "backward", "gather", "reduce", "all_reduce", "exposed")]
     for text, ground in grounds:
         for scheme in (0, 1):
             low, high = sorted((luminance(found[text][scheme]), luminance(found[ground][scheme])))
@@ -233,6 +233,17 @@ def fact(page: Any, name: str, within: str = "#details") -> float:
 def view(page: Any) -> tuple[float, float]:
     start, end = numbers(page, "#view")
     return start, end
+
+
+def test_all_reduces_have_a_lane(open_page: Open) -> None:
+    schedule = plan(chain(3, replicas=2), Limits(max_reuse_distance=0, param_persistence_threshold=0, reduce_bucket_size=0))
+    page, spans = open_page(schedule), simulate(schedule).spans
+    assert fact(page, "all-reduces") == 3 and fact(page, "all-reduced") == 60
+    for span in sorted(spans, key=lambda s: s.start_us):
+        page.keyboard.press("n")
+        assert (fact(page, "bytes"), fact(page, "starts")) == (span.num_bytes, span.start_us)
+        title = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}[span.kind]
+        assert title in page.inner_text("#selected h2")
 
 
 def test_numbers_on_the_page_are_the_simulations(open_page: Open) -> None:

@@ -123,7 +123,7 @@ def test_every_microsecond_is_compute_overhead_or_exposed(problem) -> None:
     assert all(a.end_us + b.exposed_us <= b.start_us for a, b in itertools.pairwise(result.steps))
 
 
-@given(problems())
+@given(problems(replicas=(1, 2)))
 def test_collectives_of_a_channel_follow_each_other(problem) -> None:
     result = simulate(plan(*problem))
     for channel in CHANNELS:
@@ -134,7 +134,7 @@ def test_collectives_of_a_channel_follow_each_other(problem) -> None:
         assert all(s.exposed_us == max(0.0, s.end_us - s.wait_us) for s in spans)
 
 
-@given(problems())
+@given(problems(replicas=(1, 2)))
 def test_moments_are_the_replay_by_kind(problem) -> None:
     schedule = plan(*problem)
     result, states = simulate(schedule), list(replay(schedule))

@@ -15,7 +15,7 @@ from zfx.certificate import certify
 from zfx.dump import save
 from zfx.ir import Limits, Program, Schedule
 from zfx.passes import plan
-from zfx.simulate import Moment, simulate
+from zfx.simulate import Moment, channels_of, simulate
 from zfx.trace import THREADS, to_trace
 
 from .strategies import problems
@@ -60,14 +60,15 @@ def check(schedule: Schedule) -> list[dict[str, Any]]:
         assert isinstance(event["name"], str) and event["pid"] == 1 and event["tid"] in THREADS.values()
         assert isinstance(event["ts"], float) and event["ts"] >= latest
         latest = event["ts"]
-    assert {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"} == THREADS
+    threads = ("phase", "compute", *(channel.name for channel in channels_of(schedule)))
+    assert {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"} == {name: THREADS[name] for name in threads}
     slices = [e for e in events if e["ph"] == "X"]
     for event in slices:
         start, end = round(event["args"]["start_us"] * 1000), round(event["args"]["end_us"] * 1000)
         assert (nanoseconds(event["ts"]), nanoseconds(event["dur"])) == (start, end - start)
     steps = [e for e in slices if e["tid"] == THREADS["compute"] and "index" in e["args"]]
     assert [(e["args"]["start_us"], e["args"]["end_us"]) for e in steps] == [(t.start_us, t.end_us) for t in result.steps]
-    for thread, kind in (("gather", "all_gather"), ("reduce", "reduce_scatter")):
+    for thread, kind in (("gather", "all_gather"), ("reduce", "reduce_scatter"), ("all_reduce", "all_reduce")):
         row = [e["args"] for e in slices if e["tid"] == THREADS[thread]]
         spans = [s for s in result.spans if s.kind == kind]
         exact = [(a["start_us"], a["end_us"], a["bytes"], a["launch_us"], a["wait_us"], a["exposed_us"]) for a in row]
@@ -126,7 +127,7 @@ def test_memory_counters_are_the_moments() -> None:
 
 
 @settings(max_examples=40)
-@given(problems())
+@given(problems(replicas=(1, 2)))
 @example((Program((), ()), Limits()))
 def test_any_plan_is_a_sound_trace(problem: tuple[Program, Limits]) -> None:
     schedule = plan(*problem)

@@ -16,7 +16,7 @@ import hashlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -82,6 +82,28 @@ class Agreement:
         if self.world_size > 1:
             self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.group, async_op=True), [what])
         return int(vote)
+
+    def everywhere(self, flags: Sequence[bool], description: Sequence[str]) -> list[bool]:
+        """Which of these are true on every rank. All ranks come here with as many, within an execution that they agreed on."""
+        if self.world_size == 1:
+            return list(flags)
+        vote = torch.tensor(list(flags), dtype=torch.int32, device="cpu")
+        self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.group, async_op=True), description)
+        return [bool(flag) for flag in vote.tolist()]
+
+    def tell(self, what: str, text: str) -> list[str]:
+        """What every rank says, by rank, each cut to 2,000 bytes. A collective call, as `begin`.
+
+        Raises:
+            RankMismatch: as `begin`.
+        """
+        self.begin(digest_of([what]), [what])
+        words = torch.zeros(self.world_size, 2000, dtype=torch.uint8, device="cpu")
+        own = text.encode()[:2000]
+        words[self.rank, : len(own)] = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
+        if self.world_size > 1:
+            self._finish(dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group, async_op=True), [what])
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in words]
 
     def lost(self, error: BaseException, description: Sequence[str]) -> RankMismatch:
         """A collective of the running execution failed: find out who is gone."""
@@ -162,6 +184,16 @@ class Agreement:
         except Exception:  # the store went with rank 0: those who left no words count as missing
             pass
         return theirs
+
+
+@contextlib.contextmanager
+def at_work() -> Iterator[None]:
+    """Inside, this rank may be late for a long time (it reads or writes files): [Note: slow is not gone]."""
+    _say("1")
+    try:
+        yield
+    finally:
+        _say("0")
 
 
 def _say_compiling(_: Any) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import inspect
 import os
-import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,18 +14,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .agreement import digest_of
+from .aliases import check_aliases, remember_replaced
 from .blueprint import Blueprint
-from .channels import channels_for
+from .born import initial_shards, is_on_meta
+from .bucket import gather_whole
+from .channels import Channels, channels_for
 from .costs import CostModel, load_costs
+from .dtensors import learn_operators
 from .engine import MARK, Engine, Slot
+from .errors import RankMismatch
+from .fingerprint import fingerprint
 from .free_memory import with_free_memory
-from .handle import Handle
 from .leaf import make_leaves
 from .limits import Limits
 from .passes import PIPELINE, Pass
 from .precision import Precision
 from .settings import Settings
-from .shard import layout_of, shard_parameters, unique_parameters
+from .shard import Layout, layout_of, shard_parameters, shard_rank, unique_parameters
+from .subclass import subclass
+from .together import together
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -46,6 +50,8 @@ def compile(
     timeout: float = 60.0,
     accumulate: int = 1,
     precision: Precision | None = None,
+    replicas: int | None = None,
+    init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> M:
     """Shard a model's parameters in place and run its forward and backward by a compiled ZeRO-3 schedule.
 
@@ -54,10 +60,15 @@ def compile(
     and plans; gradients arrive as DTensors, averaged over ranks as in DDP.
 
     Args:
-        model: any `nn.Module`. Its parameters must be whole and the same on every rank.
+        model: any `nn.Module`. Its parameters must be whole and the same on every rank, or on the meta device: those get their
+            first values here, one at a time, so that no rank holds more than its shards and the largest of them (see `init_fn`).
         world_size: number of ranks; must be the process group's. Default: the process group's, or torchrun's WORLD_SIZE, or 1.
             Where there is no process group and no torchrun, the model can be planned for any `world_size`, but only run for 1.
-        mesh: a 1-D DeviceMesh to shard over. Default: all ranks.
+        mesh: a DeviceMesh: of one dimension, to shard over; or of two, replicate x shard, as FSDP2's `fully_shard` takes it (HSDP).
+            Default: all ranks.
+        replicas: how many replicas the ranks form; each is `world_size / replicas` consecutive ranks, over which parameters are
+            sharded. Gradients are averaged over all ranks. Default: the mesh's, else 1. Beside `world_size`, and not only in a
+            mesh, because a mesh needs a process group, and a model can be planned without one.
         limits: bounds of the schedule. Default: DeepSpeed's defaults, see `Limits`.
         costs: what compute and communication cost: a `CostModel`, or the path of one that `zfx calibrate` wrote.
         passes: the planning passes to run, in order, instead of `zfx.passes.PIPELINE`: most often `[*zfx.passes.PIPELINE, mine]`,
@@ -71,12 +82,19 @@ def compile(
             gathers. Fewer backwards before a step are no error, they only gather more than planned. Default 1.
             Changes through `p.data` are seen only once gradients are cleared (`zero_grad`) or a `torch.optim` optimizer steps.
         precision: dtypes to gather, compute and reduce in, see `Precision`. Default: every parameter's own.
+        init_fn: for a model on the meta device: called once as `init_fn(model)`, it writes every parameter and buffer in place, by
+            any operations, alike on every rank. Default: as the model's constructor would have, by the `reset_parameters` of its
+            modules and transformers' `init_weights`; docs/state.md says when that is bit for bit what a plain model gets from the
+            same seed. `zfx.skip_init`: `zfx.load_pretrained` comes next. Not called where there is no process group.
         timeout: seconds that ranks wait for one that does not come, before all raise `RankMismatch`.
 
     Raises:
-        RankMismatch: ranks do not start from the same parameters (a sample of their values is compared).
-        ValueError: `world_size` differs from the process group's, the mesh is not 1-D, the model is compiled already, a
-            parameter has hooks or is held by an optimizer.
+        RankMismatch: ranks do not start from the same parameters (a sample of their values is compared) or, on the meta device,
+            from the same random state; `init_fn` raised on one of them.
+        ValueError: `world_size` or `replicas` differs from the process group's or the mesh's, the ranks can't be divided among the
+            replicas, the mesh has more than two dimensions, the model is compiled already, a parameter has hooks or is held
+            by an optimizer; nothing gives a parameter or buffer on the meta device a value; `init_fn` is given and nothing is
+            on the meta device.
         TypeError: an argument of the wrong type.
 
     Example:
@@ -85,41 +103,49 @@ def compile(
         >>> len(model.zfx.plan(torch.randn(3, 4)).buckets)
         2
     """
-    _check_arguments(model, world_size, mesh, limits, costs, leaf_modules, timeout, accumulate, precision)
+    _check_arguments(model, world_size, mesh, limits, costs, leaf_modules, timeout, accumulate, precision, replicas)
     _check_planning(passes, uniform)
+    _check_init(model, init_fn)
     if isinstance(costs, (str, os.PathLike)):
         costs = load_costs(costs)
-    mesh, world_size = find_ranks(world_size, mesh)
+    mesh, world_size, replicas = find_ranks(world_size, mesh, replicas)
     _check_model(model)
     limits = limits or Limits()
-    if mesh is not None:
-        _check_real(model)
-    elif limits.follows_free_memory:
+    if mesh is None and limits.follows_free_memory:
         raise ValueError("memory_budget='auto' follows the free memory of running ranks: without a process group, give bytes")
     entries = unique_parameters(model)
     precision = precision or Precision()
-    layouts = [layout_of(owners[0].name, param, world_size, precision.for_module(owners[0].module)) for param, owners in entries]
+    layouts = [
+        layout_of(owners[0].name, param, world_size, precision.for_module(owners[0].module), replicas) for param, owners in entries
+    ]
     trained = [param.requires_grad for param, _ in entries]
     slots = [Slot.of(owners) for _, owners in entries]
     channels = None if mesh is None else channels_for(mesh, timeout)
     if channels is not None:
         lines = [f"zfx.compile of {type(model).__name__} with memory_budget={limits.memory_budget}"]
-        lines += [_fingerprint(owners[0].name, param) for param, owners in entries]
+        lines += [_described(owners[0].name, param) for param, owners in entries]
+        if init_fn is None and is_on_meta(model):
+            state = torch.empty(4, dtype=torch.int64).random_(generator=torch.default_generator.clone_state())
+            lines.append(f"random state {fingerprint(state)} for initial values (seed all ranks alike before zfx.compile)")
         channels.agreement.begin(digest_of(lines), lines)
     del entries  # the whole parameters, which are given up one after another now
     make_leaves(model, leaf_modules)
     if mesh is not None:
         device = _device(mesh)
-        shard_parameters(model, layouts, mesh, device)
+        assert channels is not None
+        learn_operators()
+        remember_replaced(model)
+        shards = _initialise(model, layouts, init_fn, mesh, device, channels) if is_on_meta(model) else {}
+        shard_parameters(model, layouts, mesh, device, shards)
         _place_buffers(model, device)
-        if channels is not None and limits.follows_free_memory:
+        if limits.follows_free_memory:
             num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
             limits = with_free_memory(limits, list(zip(layouts, trained)), device, num_local_ranks, channels.agreement)
     if precision.buffer_dtype is not None:
         _cast_buffers(model, precision.buffer_dtype)
     base = type(model)
     settings = Settings(limits, costs or CostModel(), tuple(passes), uniform, accumulate, precision)
-    blueprint = Blueprint(base.__name__, layouts, world_size, settings, channels)
+    blueprint = Blueprint(base.__name__, layouts, world_size, settings, channels, replicas)
     for _, owners in unique_parameters(model):
         for owner in owners:
             owner.module.__dict__[MARK] = blueprint.id
@@ -129,9 +155,34 @@ def compile(
         base.forward,
         has_rnn=any(isinstance(m, nn.RNNBase) for m in model.modules()),
     )
+    if channels is not None:
+        engine.watch()
     model.__dict__["_zfx_engine"] = engine
-    model.__class__ = _subclass(base)  # type: ignore[assignment]
+    model.__class__ = subclass(base, slots[0].places[0] if slots else None)  # type: ignore[assignment]
     return model
+
+
+def _initialise(
+    model: nn.Module,
+    layouts: list[Layout],
+    init_fn: Callable[[nn.Module], Any] | None,
+    mesh: DeviceMesh,
+    device: torch.device,
+    channels: Channels,
+) -> dict[int, torch.Tensor]:
+    """First values for what is on the meta device; ranks see that they gave the same ones. A collective call."""
+
+    def gather(index: int, shard: torch.Tensor) -> torch.Tensor:
+        line = f"gather {layouts[index].name} in its initialisation"
+        channels.agreement.begin(digest_of([line]), [line])
+        return gather_whole(layouts[index], shard, channels.gathers)
+
+    shards: dict[int, torch.Tensor] = {}
+    lines: list[str] = []
+    with together(channels.agreement, f"the initialisation of {type(model).__name__}", RankMismatch):
+        shards, lines = initial_shards(model, layouts, init_fn, shard_rank(mesh), device, gather)
+    channels.agreement.begin(digest_of(lines), [f"the initialisation of {type(model).__name__}", *lines])
+    return shards
 
 
 def _place_buffers(model: nn.Module, device: torch.device) -> None:
@@ -148,34 +199,15 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = buffer.to(dtype)
 
 
-def _fingerprint(name: str, param: torch.Tensor) -> str:
+def _described(name: str, param: torch.Tensor) -> str:
     """Shape, dtype and some of a parameter's values: ranks that were seeded differently differ here."""
-    flat = param.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // 64)][:64].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    kind = f"parameter {name} {tuple(param.shape)} {param.dtype}"
+    if param.is_meta:
+        return f"{kind} on meta"
     return (
-        f"parameter {name} {tuple(param.shape)} {param.dtype} with values {hashlib.sha256(some).hexdigest()[:8]} (if only these "
-        "differ: seed all ranks alike before the model is built, or load the same weights)"
+        f"{kind} with values {fingerprint(param)} (if only these differ: seed all ranks alike before the model is built, or "
+        "load the same weights)"
     )
-
-
-def _subclass(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the model's own class that calls through the engine. Made anew each time: it must not outlive the model."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_zfx_engine"](self, args, kwargs)
-
-    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-
-    def body(namespace: dict[str, Any]) -> None:
-        namespace.update(
-            forward=forward,
-            zfx=property(lambda self: Handle(self, self.__dict__["_zfx_engine"])),
-            __module__=base.__module__,
-            __doc__=base.__doc__,
-            __qualname__=base.__qualname__,
-        )
-
-    return types.new_class(base.__name__, (base,), exec_body=body)
 
 
 def _check_arguments(
@@ -188,6 +220,7 @@ def _check_arguments(
     timeout: Any,
     accumulate: Any,
     precision: Any,
+    replicas: Any,
 ) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"zfx.compile takes an nn.Module, got {type(model).__name__}")
@@ -195,14 +228,16 @@ def _check_arguments(
         raise TypeError(f"limits must be a zfx.Limits, got {type(limits).__name__}; Limits.from_deepspeed reads a DeepSpeed config")
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
         raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
+    if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
+        raise ValueError(f"replicas must be a whole number of at least 1, got {replicas!r}")
     if precision is not None and not isinstance(precision, Precision):
         raise TypeError(f"precision must be a zfx.Precision, got {type(precision).__name__}")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate must be a whole number of micro-batches, at least 1, got {accumulate!r}")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"mesh must be 1-D (shard), got {mesh.ndim} dimensions; a replicate x shard mesh is not supported yet")
+    if mesh is not None and mesh.ndim > 2:
+        raise ValueError(f"mesh must have one dimension (shard) or two (replicate x shard), got {mesh.ndim}: {mesh}")
     if costs is not None and not isinstance(costs, (CostModel, str, os.PathLike)):
         raise TypeError(f"costs must be a zfx.CostModel or the path of one, got {type(costs).__name__}")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 30 * 86_400:
@@ -244,16 +279,23 @@ def _check_model(model: nn.Module) -> None:
                 f"the gradient instead of all rows. Register hooks after zfx.compile, and let them work on DTensors"
             )
         params[id(param)] = name
+    _check_sparse(model)
+    check_aliases(model)
     _check_optimizers(params)
 
 
-def _check_real(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name!r} is on the meta device and has no values to shard: build the model on a real device (or call "
-                "model.to_empty(device=...) and initialise it) before zfx.compile; it can be planned without a process group"
-            )
+def _check_init(model: nn.Module, init_fn: Any) -> None:
+    if init_fn is None:
+        return
+    if not callable(init_fn):
+        raise TypeError(f"init_fn must be a function that takes the model, got {init_fn!r}")
+    if not is_on_meta(model):
+        raise ValueError(
+            "init_fn gives values to a model on the meta device, and this one has its values; build it under torch.device('meta')"
+        )
+
+
+def _check_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(f"{name!r} makes sparse gradients, which can't be reduced to shards: build it with sparse=False")
@@ -273,8 +315,10 @@ def _check_optimizers(params: dict[int, str]) -> None:
                     )
 
 
-def find_ranks(world_size: int | None, mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, int]:
-    """The mesh to shard over, or None where the model can only be planned."""
+def find_ranks(
+    world_size: int | None, mesh: DeviceMesh | None, replicas: int | None = None
+) -> tuple[DeviceMesh | None, int, int]:
+    """The mesh to shard over, or None where the model can only be planned; the number of ranks, and of replicas among them."""
     if mesh is None:
         if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             _start_from_torchrun()
@@ -282,11 +326,26 @@ def find_ranks(world_size: int | None, mesh: DeviceMesh | None) -> tuple[DeviceM
             _start_alone()
         if not dist.is_initialized():
             assert world_size is not None
-            return None, world_size
-        mesh = init_device_mesh(_device_type(), (dist.get_world_size(),))
+            return None, world_size, _divided(world_size, replicas or 1)
+        num_replicas = _divided(dist.get_world_size(), replicas or 1)
+        num_shards = dist.get_world_size() // num_replicas
+        mesh = init_device_mesh(_device_type(), (num_shards,) if num_replicas == 1 else (num_replicas, num_shards))
     if world_size is not None and world_size != mesh.size():
         raise ValueError(f"world_size={world_size}, but the process group has {mesh.size()} ranks")
-    return mesh, mesh.size()
+    found = mesh.size(0) if mesh.ndim == 2 else 1
+    if replicas is not None and replicas != found:
+        raise ValueError(f"replicas={replicas}, but the mesh has {found}: {mesh}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: only its ranks may call zfx.compile")
+    if any(not torch.equal(mesh.mesh, mesh.mesh.sort(dim).values) for dim in range(mesh.ndim)):
+        raise ValueError(f"the mesh must name ranks in ascending order along each dimension, got {mesh}")
+    return mesh, mesh.size(), found
+
+
+def _divided(world_size: int, replicas: int) -> int:
+    if world_size % replicas:
+        raise ValueError(f"{world_size} ranks can't be divided among replicas={replicas}")
+    return replicas
 
 
 def _start_from_torchrun() -> None:

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from .agreement import digest_of
-from .bucket import Transfers
+from .bucket import Transfers, gather_whole
 from .channels import Channels
+from .held import Held
 from .ir import Schedule
 from .ops import BLUEPRINTS
+from .recapture import Signature
 from .settings import Settings
 from .shard import Layout
 from .window import Window
@@ -29,6 +31,7 @@ class Blueprint:
     Args:
         model_name: for messages.
         layouts: one a unique parameter, in the order of `unique_parameters`.
+        world_size: all ranks; each of the replicas has as many of them.
         channels: None where the model can only be planned.
     """
 
@@ -39,21 +42,25 @@ class Blueprint:
         world_size: int,
         settings: Settings,
         channels: Channels | None,
+        replicas: int = 1,
     ) -> None:
         self.model_name, self.layouts = model_name, tuple(layouts)
         self.names = tuple(layout.name for layout in layouts)
         self.index = {name: i for i, name in enumerate(self.names)}
-        self.world_size, self.settings, self.channels = world_size, settings, channels
+        self.world_size, self.settings, self.channels, self.replicas = world_size, settings, channels, replicas
         self.window: weakref.ref[Window] | None = None  # the engine's, where micro-batches are accumulated
+        self.held: weakref.ref[Held] | None = None  # the engine's
+        self.holds = False  # whether plans leave room for gradients that wait
         self.schedules: list[Schedule] = []
         self.read_in_backward: set[str] = set()  # parameters that the backward of some schedule reads
         self.graphs: list[dict[str, torch.fx.GraphModule]] = []
+        self.captured: list[Signature] = []
         self.id = next(_ids)
         BLUEPRINTS[self.id] = self
 
     def again(self) -> Blueprint:
         """The same for another model of the same shape: nothing captured yet."""
-        return Blueprint(self.model_name, self.layouts, self.world_size, self.settings, self.channels)
+        return Blueprint(self.model_name, self.layouts, self.world_size, self.settings, self.channels, self.replicas)
 
     def add(self, schedules: Sequence[Schedule]) -> range:
         """Keep the schedules of one captured graph, one a kind of micro-batch, and room for their graphs; their numbers."""
@@ -70,14 +77,45 @@ class Blueprint:
         self.channels.agreement.begin(digest_of([line]), [line])
         return self.channels
 
+    def own_rows(self, index: int) -> slice:
+        """The rows of parameter `index` that this rank holds; all of a replicated one."""
+        layout = self.layouts[index]
+        assert self.channels is not None
+        return slice(None) if layout.replicated else slice(*layout.rows(self.channels.gathers.rank))
+
+    def gather_whole(self, index: int, shard: torch.Tensor) -> torch.Tensor:
+        """A whole parameter as it is stored, in memory of its own. A collective call; ranks have agreed on it before."""
+        assert self.channels is not None
+        return gather_whole(self.layouts[index], shard, self.channels.gathers)
+
     def gather_now(self, index: int, shard: torch.Tensor) -> torch.Tensor:
         """What the naive all_gather does."""
         channels = self.agree(f"all_gather {self.names[index]}")
         value = Transfers([self.layouts[index]], [False]).all_gather(channels.gathers, [shard]).wait()[0]
         return value.clone() if self.layouts[index].replicated else value  # an operator must not return its input
 
+    def held_bytes(self) -> dict[str, int]:
+        """By parameter: what is held of its gradient where it waits."""
+        return {layout.name: layout.numel * layout.held_dtype.itemsize for layout in self.layouts}
+
+    def reduce_held(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The shards of gradients that waited, and that the last backward did not complete. By index; a collective call."""
+        if not values:
+            return {}
+        channels = self.agree(f"reduction of what waited: {', '.join(self.names[i] for i in values)}")
+        return dict(zip(values, _reduced(channels, [self.layouts[i].of_held() for i in values], list(values.values()))))
+
     def reduce_now(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """What the naive reduce_scatter does."""
         channels = self.agree(f"reduce_scatter {self.names[index]}")
-        shard = Transfers([self.layouts[index]], [False]).reduce_scatter(channels.reductions, [grad]).wait()[0]
+        (shard,) = _reduced(channels, [self.layouts[index]], [grad])
         return shard.clone() if self.world_size == 1 else shard
+
+
+def _reduced(channels: Channels, layouts: Sequence[Layout], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's rows of the means, at once."""
+    transfers = Transfers(layouts, [False] * len(layouts))
+    reduced = transfers.reduce_scatter(channels.reductions, grads).wait()
+    if channels.across is not None:
+        reduced = transfers.all_reduce(channels.across, reduced).wait()
+    return reduced.split()

@@ -3,6 +3,9 @@
 direct   the parameter's own gathered storage is what the wire fills: nothing is copied
 packed   (one pack a dtype)   shards -> one flat buffer -> wire -> (world, total) buffer -> each parameter's storage
 0-dim    replicated: its value is the local tensor itself, nothing travels; its gradient is averaged to every rank
+
+Where there are replicas, what a reduction brings is not yet the gradient's shard: it is added up over the replicas as it came,
+packs as packs, and then taken apart.
 """
 
 from __future__ import annotations
@@ -83,10 +86,16 @@ class Transfers:
         for pack in self.packs:
             ins.append(self._fill(pack, flat, wire.world_size))
             sizes.append(pack.total)
-        sums = [self.layouts[i].reduce_dtype for i in (*self.direct, *(pack.members[0] for pack in self.packs))]
-        whole = [self.layouts[i].reduce_dtype for i in self.replicated]
-        parts = wire.reduce_scatter(ins, sizes, sums)
-        return Reducing(self, wire.rank, parts, wire.all_reduce([flat[i] for i in self.replicated], whole))
+        sums = [self.layouts[i].between_dtype for i in (*self.direct, *(pack.members[0] for pack in self.packs))]
+        sums_of_whole = [self.layouts[i].between_dtype for i in self.replicated]
+        divisor = self.layouts[0].num_ranks
+        parts = wire.reduce_scatter(ins, sizes, sums, divisor)
+        whole = wire.all_reduce([flat[i] for i in self.replicated], sums_of_whole, divisor)
+        return Reducing(self, wire.rank, parts, whole)
+
+    def all_reduce(self, wire: Wire, reduced: Reduced) -> Averaging:
+        """Launch the sum over replicas of what a reduction has brought."""
+        return Averaging(reduced, wire.all_reduce(reduced.parts, [None] * len(reduced.parts), divisor=1))
 
     def _fill(self, pack: Pack, flat: list[torch.Tensor], world_size: int) -> torch.Tensor:
         buffer = torch.empty((world_size, pack.total), dtype=pack.dtype, device=flat[pack.members[0]].device)
@@ -105,15 +114,16 @@ class Transfers:
         torch._foreach_copy_(into, out_of)
         return buffer.view(-1)
 
-    def split(self, rank: int, parts: list[torch.Tensor], whole: list[torch.Tensor]) -> list[torch.Tensor]:
-        """One shard a member, in the bucket's order, out of what the wire returned."""
+    def split(self, rank: int, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """One shard a member, in the bucket's order, out of what the wire returned: for direct members, packs, 0-dim ones."""
         shards: list[torch.Tensor | None] = [None] * len(self.layouts)
         for i, part in zip(self.direct, parts):
             shards[i] = part
-        for pack, part in zip(self.packs, parts[len(self.direct) :]):
+        num_cut = len(self.direct) + len(self.packs)
+        for pack, part in zip(self.packs, parts[len(self.direct) : num_cut]):
             for i, at in zip(pack.members, pack.offsets):
                 shards[i] = part[at : at + self.layouts[i].chunk_numel].clone()  # small, and must not keep the whole pack alive
-        for i, part in zip(self.replicated, whole):
+        for i, part in zip(self.replicated, parts[num_cut:]):
             shards[i] = part
         out = []
         for layout, shard in zip(self.layouts, shards):
@@ -138,18 +148,50 @@ class Gathering:
         return self.transfers.unpack(self.stores, self.buffers)
 
 
+class Reduced:
+    """What a reduction has brought, before it is taken apart."""
+
+    __slots__ = ("_rank", "_transfers", "parts")
+
+    def __init__(self, transfers: Transfers, rank: int, parts: list[torch.Tensor]) -> None:
+        self._transfers, self._rank, self.parts = transfers, rank, parts
+
+    def split(self) -> list[torch.Tensor]:
+        return self._transfers.split(self._rank, self.parts)
+
+
 class Reducing:
     """A reduction under way. Holds what the wire still reads."""
 
-    __slots__ = ("_parts", "_rank", "_transfers", "_whole")
+    __slots__ = ("_parts", "_rank", "_whole", "transfers")
 
     def __init__(
         self, transfers: Transfers, rank: int, parts: Callable[[], list[torch.Tensor]], whole: Callable[[], list[torch.Tensor]]
     ) -> None:
-        self._transfers, self._rank, self._parts, self._whole = transfers, rank, parts, whole
+        self.transfers, self._rank, self._parts, self._whole = transfers, rank, parts, whole
 
-    def wait(self) -> list[torch.Tensor]:
-        return self._transfers.split(self._rank, self._parts(), self._whole())
+    def wait(self) -> Reduced:
+        return Reduced(self.transfers, self._rank, [*self._parts(), *self._whole()])
+
+
+class Averaging:
+    """An all-reduce over replicas under way. Holds what the wire still reads."""
+
+    __slots__ = ("_reduced", "_summed")
+
+    def __init__(self, reduced: Reduced, summed: Callable[[], list[torch.Tensor]]) -> None:
+        self._reduced, self._summed = reduced, summed
+
+    def wait(self) -> Reduced:
+        self._reduced.parts = self._summed()
+        return self._reduced
+
+
+def gather_whole(layout: Layout, shard: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """A whole parameter as it is stored, in memory of its own."""
+    layout = layout.in_full_precision()
+    value = Transfers([layout], [False]).all_gather(wire, [shard]).wait()[0]
+    return value.clone() if layout.replicated else value
 
 
 def _pack(members: list[int], layouts: Sequence[Layout], dtype: torch.dtype) -> Pack:

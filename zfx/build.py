@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import fx
 
-from . import runtime
+from . import leaf, runtime
 from .agreement import digest_of
 from .bucket import Transfers
 from .costs import CostModel
+from .held import Mode, Waiting
 from .ir import Bucket, Program, Schedule
 from .passes import plan
 from .passes.extract import extract
 from .passes.lower import Part, lower
+from .passes.nodes import is_reduction
+from .passes.unreduced import holding, joining, with_room
 from .passes.window import plan_windows
 from .shard import Layout
+from .text import ranks_of
 from .verify import verify
 from .window import backward_runner, forward_runner
 
@@ -44,10 +50,16 @@ class Capture:
     backward: fx.GraphModule | None
     num_outputs: int | None
 
-    def program(self, world_size: int, costs: CostModel) -> Program:
-        """What `world_size` ranks, each with the captured shapes, would run at these costs."""
-        layouts = [replace(layout, world_size=world_size) for layout in self.layouts]
-        return extract(self.forward, self.backward, layouts, world_size, costs, self.num_outputs)
+    def program(self, world_size: int, costs: CostModel, replicas: int = 1) -> Program:
+        """What `world_size` ranks, each with the captured shapes, would run at these costs: one replica of the parameters, or more.
+
+        Raises:
+            ValueError: the ranks can't be divided among the replicas.
+        """
+        if replicas < 1 or world_size % replicas:
+            raise ValueError(f"{world_size} ranks can't be divided among {replicas} replicas")
+        layouts = [layout.over(world_size, replicas) for layout in self.layouts]
+        return extract(self.forward, self.backward, layouts, world_size, costs, self.num_outputs, replicas)
 
 
 class Planned(Exception):
@@ -85,10 +97,14 @@ def plan_graphs(
         raise Captured(captured)
     start = time.perf_counter()
     settings = blueprint.settings
-    program = replace(captured.program(blueprint.world_size, settings.costs), uniform=settings.uniform)
-    schedules = plan_windows(
-        lambda p: plan(p, settings.limits, check=verify, passes=settings.passes), program, settings.accumulate
-    )
+    program = replace(captured.program(blueprint.world_size, settings.costs, blueprint.replicas), uniform=settings.uniform)
+    held_bytes = blueprint.held_bytes() if blueprint.holds else None
+
+    def plan_one(p: Program) -> Schedule:
+        most = p if held_bytes is None else with_room(p, held_bytes)
+        return replace(plan(most, settings.limits, check=verify, passes=settings.passes), program=p)
+
+    schedules = plan_windows(plan_one, program, settings.accumulate)
     for schedule in schedules[1:-1]:  # put together from the others
         verify(schedule)
     log.info(
@@ -114,17 +130,46 @@ def compile_part(blueprint: Blueprint, gm: fx.GraphModule) -> Callable[[list[Any
     """What runs in the place of a captured graph: its lowered form or, where micro-batches differ, the one that is due."""
     numbers, phase = gm.meta["zfx"]
     first = _lowered(blueprint, gm, numbers[0], phase)
-    if len(numbers) == 1:
-        return _runs(first)
-    last = _lowered(blueprint, gm, numbers[-1], phase)
+    last = first if len(numbers) == 1 else _lowered(blueprint, gm, numbers[-1], phase)
     for middle in numbers[1:-1]:
         blueprint.graphs[middle][phase] = last if phase == "forward" else first
-    if _only == "plan":
-        return _stop
-    assert blueprint.window is not None
     if phase == "forward":
+        if len(numbers) == 1 or _only == "plan":
+            return _runs(first)
+        assert blueprint.window is not None
         return forward_runner(blueprint.window, blueprint.schedules[numbers[0]].carried, cold=_runs(first), warm=_runs(last))
-    return backward_runner(blueprint.window, leaves=_runs(first), drops=_runs(last))
+    assert blueprint.held is not None
+    backwards = _Backwards(blueprint, gm, numbers)
+    held = blueprint.held()
+    if _only == "plan" and held is not None and held.depth:
+        backwards("hold", last=False)
+    return _stop if _only == "plan" else backward_runner(blueprint.window, blueprint.held, backwards)
+
+
+class _Backwards:
+    """The backwards of one captured graph: for what is done with gradients, and whether carried parameters stay. Those that some
+    loops never run are planned, verified and lowered when one does."""
+
+    def __init__(self, blueprint: Blueprint, gm: fx.GraphModule, numbers: Sequence[int]) -> None:
+        self.blueprint, self.gm, self.numbers = blueprint, gm, numbers
+        self.made: dict[tuple[Mode, int], Callable[[list[Any]], Any]] = {}
+
+    def __call__(self, mode: Mode, last: bool) -> Callable[[list[Any]], Any]:
+        number = self.numbers[-1 if last else 0]
+        if (mode, number) not in self.made:
+            self.made[mode, number] = self._make(mode, number)
+        return self.made[mode, number]
+
+    def _make(self, mode: Mode, number: int) -> Callable[[list[Any]], Any]:
+        blueprint = self.blueprint
+        if mode == "reduce":
+            return _runs(blueprint.graphs[number]["backward"])
+        derive = holding if mode == "hold" else joining
+        schedule = derive(blueprint.schedules[number], blueprint.held_bytes())
+        verify(schedule)
+        (new,) = blueprint.add([schedule])
+        blueprint.graphs[new].update((k, g) for k, g in blueprint.graphs[number].items() if k == "forward")
+        return _runs(_lowered(blueprint, self.gm, new, "backward", mode))
 
 
 def compile_inference(blueprint: Blueprint, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -132,9 +177,12 @@ def compile_inference(blueprint: Blueprint, gm: fx.GraphModule) -> Callable[[lis
     return _runs(_lowered(blueprint, gm, number, "forward"))
 
 
-def _lowered(blueprint: Blueprint, gm: fx.GraphModule, number: int, phase: Literal["forward", "backward"]) -> fx.GraphModule:
-    part = Part(blueprint.schedules[number], phase)
-    lowered = lower(gm, part, [layout.name for layout in blueprint.layouts], _run_plan(blueprint, part), runtime)
+def _lowered(
+    blueprint: Blueprint, gm: fx.GraphModule, number: int, phase: Literal["forward", "backward"], mode: Mode = "reduce"
+) -> fx.GraphModule:
+    part = Part(blueprint.schedules[number], phase, mode)
+    doubtful = _doubtful(gm, blueprint.names) if mode != "hold" and phase == "backward" else {}
+    lowered = lower(gm, part, blueprint.names, _run_plan(blueprint, part, doubtful), runtime)
     blueprint.graphs[number][phase] = lowered
     return lowered
 
@@ -150,17 +198,35 @@ def _stop(args: list[Any]) -> Any:
 _stop._boxed_call = True  # type: ignore[attr-defined]
 
 
-def _run_plan(blueprint: Blueprint, part: Part) -> runtime.Plan:
+def _doubtful(gm: fx.GraphModule, names: Sequence[str]) -> dict[str, int]:
+    """Parameters whose gradient is what a leaf's backward returns, and may be nothing: the place of each among the outputs."""
+    found = {}
+    (output,) = gm.graph.find_nodes(op="output")
+    outputs: Any = output.args[0]
+    for place, node in enumerate(outputs):
+        grad: Any = node.args[0] if isinstance(node, fx.Node) and is_reduction(node) else None
+        made_by = grad.args[0] if grad is not None and grad.target is operator.getitem else None
+        if made_by is not None and made_by.target is torch.ops.zfx.leaf_backward.default and leaf.may_skip(made_by.args[-1]):
+            found[names[node.args[2]]] = place
+    return found
+
+
+def _run_plan(blueprint: Blueprint, part: Part, doubtful: dict[str, int]) -> runtime.Plan:
     """What the runtime needs for one of the two graphs, and what ranks compare before they run it."""
     launched = {i.bucket for i in part.instructions() if i.kind in ("all_gather", "reduce_scatter")}
     buckets = [b if b.index in launched else None for b in part.schedule.buckets]
-    transfers = [_transfers(blueprint, b) if b else None for b in buckets]
+    transfers = [_transfers(blueprint, b, part.gradients == "join") if b else None for b in buckets]
     lines = [
-        f"the {part.phase} of {blueprint.model_name}{_micro_batch(part)} on {blueprint.world_size} ranks",
+        f"the {part.phase} of {blueprint.model_name}{_micro_batch(part)}{_GRADIENTS[part.gradients]} on "
+        f"{ranks_of(part.schedule.program)}",
         *([_promise(part.schedule.program)] if blueprint.settings.uniform else []),
         *(_line(blueprint, b) for b in buckets if b),
     ]
-    return runtime.Plan(transfers, blueprint.channels, lines, part.schedule.carried, blueprint.window)
+    waiting = None if part.gradients == "reduce" else Waiting(blueprint.held, blueprint.index, blueprint.layouts)
+    return runtime.Plan(transfers, blueprint.channels, lines, part.schedule.carried, blueprint.window, waiting, doubtful)
+
+
+_GRADIENTS = {"reduce": "", "hold": " in no_sync(), whose gradients wait", "join": " with the gradients that waited"}
 
 
 def _micro_batch(part: Part) -> str:
@@ -182,10 +248,11 @@ def _promise(program: Program) -> str:
     )
 
 
-def _transfers(blueprint: Blueprint, bucket: Bucket) -> Transfers:
-    return Transfers(
-        [blueprint.layouts[blueprint.index[p]] for p in bucket.parameters], [p in bucket.packed for p in bucket.parameters]
-    )
+def _transfers(blueprint: Blueprint, bucket: Bucket, of_held: bool) -> Transfers:
+    layouts = [blueprint.layouts[blueprint.index[p]] for p in bucket.parameters]
+    if of_held and bucket.kind == "reduce_scatter":
+        layouts = [layout.of_held() for layout in layouts]
+    return Transfers(layouts, [p in bucket.packed for p in bucket.parameters])
 
 
 def _line(blueprint: Blueprint, bucket: Bucket) -> str:

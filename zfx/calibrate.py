@@ -364,7 +364,8 @@ def _collectives(channels: Channels, device: torch.device) -> list[_Collective]:
 
 
 def _with_collectives(costs: CostModel, collectives: Sequence[_Collective]) -> CostModel:
-    """One share of their time is taken from compute, whatever the kind and size: single figures drown in noise."""
+    """One share of their time is taken from compute, whatever the kind and size: single figures drown in noise. An all-reduce over
+    replicas is not measured, but taken to be a reduce-scatter and an all-gather."""
     share = statistics.median(statistics.median(c.busy_us) / statistics.median(c.times_us) for c in collectives)
     share = min(max(share, 0.0), 0.99)
     lines = {
@@ -378,4 +379,6 @@ def _with_collectives(costs: CostModel, collectives: Sequence[_Collective]) -> C
         for kind, (overhead, rate) in lines.items()
     }
     busy = 1 / busy_us_per_byte if busy_us_per_byte else math.inf
-    return replace(costs, gather=links["gather"], reduce=links["reduce"], launch_us=busy_us, busy_bytes_per_us=busy)
+    gather, reduce = links["gather"], links["reduce"]
+    both = Link(gather.latency_us + reduce.latency_us, 1 / (1 / gather.bytes_per_us + 1 / reduce.bytes_per_us))
+    return replace(costs, gather=gather, reduce=reduce, all_reduce=both, launch_us=busy_us, busy_bytes_per_us=busy)

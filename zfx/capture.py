@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import re
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,15 +20,18 @@ import torch
 from torch import fx, nn
 
 from . import build
-from ._compat import allow_rnn, aot_autograd, dynamo_errors, recompile_limit
+from ._compat import aot_autograd, capturing, dynamo_errors, no_donated_buffers, recompile_limit, retainable_backwards
 from .build import Captured, Planned
 from .errors import CaptureError, ZfxError
 from .ops import ALL_GATHER
 from .partition import partition
+from .recapture import Signature, reason
 from .shard import Layout
 
 if TYPE_CHECKING:
     from .blueprint import Blueprint
+
+log = logging.getLogger("zfx")
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -50,12 +54,34 @@ class _Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         blueprint = self.blueprint
         _check_captured(blueprint, gm, example_inputs)
+        signature, start = Signature.of(example_inputs), time.perf_counter()
+        why = reason(signature, blueprint.captured)
+        blueprint.captured.append(signature)
+        log.info(
+            "%s: captured graph %d (%s) because %s",
+            blueprint.model_name,
+            len(blueprint.captured),
+            "training" if signature.grad else "no_grad",
+            why,
+        )
+        with retainable_backwards():
+            compiled = self._compile(gm, example_inputs)
+        log.info("%s: graph %d ready in %.2f s", blueprint.model_name, len(blueprint.captured), time.perf_counter() - start)
+        return compiled
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        blueprint = self.blueprint
         return aot_autograd(
-            fw_compiler=lambda g, _: build.compile_part(blueprint, g),
+            fw_compiler=lambda g, _: self._forward(g),
             bw_compiler=lambda g, _: build.compile_part(blueprint, g),
             inference_compiler=lambda g, _: build.compile_inference(blueprint, g),
             partition_fn=lambda joint, inputs, **options: partition(blueprint, joint, inputs, **options),
         )(gm, example_inputs)
+
+
+    def _forward(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        no_donated_buffers()
+        return build.compile_part(self.blueprint, gm)
 
 
 def _check_captured(blueprint: Blueprint, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -112,7 +138,7 @@ def explained(check: Callable[[], None], has_rnn: bool) -> Iterator[None]:
         check: raises if it knows a better reason for a failed capture.
     """
     try:
-        with allow_rnn() if has_rnn else contextlib.nullcontext():
+        with capturing(has_rnn):
             yield
     except ZfxError:
         raise

@@ -26,8 +26,8 @@ class Certificate:
         time_us: the simulated time of the step.
         volume_bytes: bytes gathered on each rank. Reductions are not counted: every schedule reduces the same.
         peak_bytes: most that is held at any moment: parameters, packing, gradients, activations and shards.
-        time_binds: "compute", "gather channel", "reduce channel", "first gather + compute + last reduction", "critical path" or
-            "critical path under the limits".
+        time_binds: "compute", "gather channel", "reduce channel", "all-reduce channel", "first gather + compute + last reduction",
+            "critical path" or "critical path under the limits".
         volume_binds: "first reads", or the limits that force parameters to be gathered again.
         peak_binds: "shards", the step that needs so much, or the gradient whose reduction does.
     """

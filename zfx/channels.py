@@ -1,4 +1,5 @@
-"""Channels: the communicators of one set of ranks. Gathers, reductions and agreement never queue behind each other."""
+"""Channels: the communicators of one set of ranks. Gathers, reductions, all-reduces over replicas and agreement never queue
+behind each other."""
 
 from __future__ import annotations
 
@@ -16,11 +17,18 @@ from .wire import Wire, wire_for
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """One communicator a direction, and one for agreement."""
+    """One communicator a direction, and one for agreement.
+
+    Attributes:
+        gathers, reductions: over the ranks of this rank's replica.
+        agreement: over all ranks.
+        across: over the ranks that hold the same shards in the other replicas; None where there are none.
+    """
 
     gathers: Wire
     reductions: Wire
     agreement: Agreement
+    across: Wire | None = None
 
 
 _NEVER = timedelta(days=30)
@@ -29,10 +37,13 @@ _unfinished: list[Channels] = []  # an operation of theirs waits for a rank that
 
 
 def channels_for(mesh: DeviceMesh, timeout_s: float) -> Channels:
-    """Made once for a set of ranks and a timeout, and shared by every engine on them. A collective call the first time."""
-    ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
+    """Made once for a mesh and a timeout, and shared by every engine on it. A collective call the first time.
+
+    Args:
+        mesh: of one dimension (shard), or two (replicate, shard).
+    """
     world = dist.group.WORLD
-    key = (id(world), ranks, mesh.device_type, timeout_s)
+    key = (id(world), tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), mesh.device_type, timeout_s)
     found = _channels.get(key)
     if found is not None and found.agreement.broken is None and found.agreement.store is default_store():
         return found
@@ -40,13 +51,21 @@ def channels_for(mesh: DeviceMesh, timeout_s: float) -> Channels:
         gone = _channels.pop(old)  # its process group is gone
         if gone.agreement.broken is not None:
             _unfinished.append(gone)
-    backend = dist.get_backend(mesh.get_group())
+    limit, backend = timedelta(seconds=timeout_s), dist.get_backend(mesh.get_group(mesh.ndim - 1))
+    shards = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+    gathers, reductions = (wire_for(_new_group(shards, backend, limit)) for _ in range(2))
+    across = None
+    if mesh.ndim == 2 and mesh.size(0) > 1:
+        across = wire_for(_new_group(dist.get_process_group_ranks(mesh.get_group(0)), backend, limit))
     # agreement counts its patience itself: see `Agreement._finish`
-    groups = [
-        dist.new_group(list(ranks), timeout=limit, backend=kind, use_local_synchronization=len(ranks) != dist.get_world_size())
-        for kind, limit in ((backend, timedelta(seconds=timeout_s)), (backend, timedelta(seconds=timeout_s)), ("gloo", _NEVER))
-    ]
-    name = groups[2].group_name  # the same on all its ranks, whatever else a process has done
-    made = Channels(wire_for(groups[0]), wire_for(groups[1]), Agreement(groups[2], default_store(), f"zfx/{name}", timeout_s))
+    everyone = _new_group(mesh.mesh.flatten().tolist(), "gloo", _NEVER)
+    name = everyone.group_name  # the same on all its ranks, whatever else a process has done
+    made = Channels(gathers, reductions, Agreement(everyone, default_store(), f"zfx/{name}", timeout_s), across)
     _channels[key] = made
     return made
+
+
+def _new_group(ranks: list[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
+    """Over ranks in ascending order; only they have to make it, unless they are all there are."""
+    ranks = sorted(ranks)
+    return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=len(ranks) != dist.get_world_size())

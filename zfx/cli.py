@@ -1,8 +1,9 @@
-"""The command line: plan before you rent, and look at, compare and check what was planned.
+"""The command line: plan before you rent; look at, compare and check what was planned; read and convert checkpoints.
 
     zfx plan TARGET --world-size 64 --device h100 --network nvlink:8,ib        zfx show FILE       zfx diff OLD NEW
     zfx plan TARGET --find-world-size                                         zfx verify FILE     zfx calibrate
     zfx plan TARGET --world-size 64 --sweep --out frontier.svg
+    zfx inspect CHECKPOINT      zfx export CHECKPOINT OUT      zfx import-deepspeed DIRECTORY OUT
 
 Exit codes: 0 yes; 1 no (does not fit, can't be captured, invalid); 2 the question makes no sense (a missing file, an unknown name).
 Results go to stdout, progress to stderr; with `--json`, stdout holds one JSON object whatever happens.
@@ -10,24 +11,21 @@ Results go to stdout, progress to stderr; with `--json`, stdout holds one JSON o
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
 import re
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from . import dump, tables, text
+from . import dump, tables
+from .cli_base import AsJson, No, Usage, amount, app, bar, busy, check_folder
 from .costs import CostModel
 from .errors import CaptureError, InfeasibleBudget, ZfxError
 from .ir import Program, Schedule
@@ -36,29 +34,11 @@ from .limits import Limits
 _NODE_SIZE = 8
 _CAPTURE_RANKS = 1024  # captured graphs do not depend on it
 
-app = typer.Typer(
-    help="Plan ZeRO-3 training on clusters that are not here; show, compare and verify schedules.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-class No(Exception):
-    """The answer is no: exit code 1. `facts` go into the JSON."""
-
-    def __init__(self, message: str, **facts: Any) -> None:
-        self.facts = facts
-        super().__init__(message)
-
-
-class Usage(Exception):
-    """The question makes no sense: exit code 2."""
-
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; its exit code. Never raises for what a user can do wrong."""
+    from . import cli_schedules, cli_state  # noqa: F401  # the other commands
+
     try:
         code = app(list(arguments) or ["--help"], prog_name="zfx", standalone_mode=False)
         return int(code or 0)
@@ -89,27 +69,6 @@ def _fail(arguments: Sequence[str], message: str, code: int, facts: Mapping[str,
 
 # ---- options -----------------------------------------------------------------------------------------------------------
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def amount(value: str) -> int:
-    """A whole number as people write it: `1e9`, `1_000`, `80GB`, `80 GiB`, `1.5G`.
-
-    Example:
-        >>> amount("80GB"), amount("1.5 GiB"), amount("1e9")
-        (80000000000, 1610612736, 1000000000)
-    """
-    compact = value.strip().replace("_", "").replace(" ", "")
-    number = compact.rstrip("kKmMgGtTiIbB")
-    unit = compact[len(number) :].lower().removesuffix("b")
-    try:
-        found = float(number) * _UNITS[unit]
-    except (ValueError, KeyError):
-        raise typer.BadParameter(f"{value!r} is not an amount such as 1e9, 80GB or 80GiB") from None
-    if not math.isfinite(found) or found != int(found) or found < 0:
-        raise typer.BadParameter(f"{value!r} is not a whole amount of at least 0")
-    return int(found)
-
 
 def _budget(value: str) -> str:
     return value if value in ("auto", "none") else str(amount(value))
@@ -118,8 +77,6 @@ def _budget(value: str) -> str:
 Target = Annotated[
     str, typer.Argument(metavar="TARGET", help="module:function, file.py:function, hf:path/to/config.json, or an example's name.")
 ]
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A schedule as JSON.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
 def _elements(name: str, what: str) -> Any:
@@ -133,6 +90,7 @@ def _elements(name: str, what: str) -> Any:
 def plan(
     target: Target,
     world_size: Annotated[int | None, typer.Option("--world-size", "-n", metavar="N", help="Ranks.")] = None,
+    replicas: Annotated[int, typer.Option(help="Replicas of the model: each is sharded over N / replicas ranks in a row.")] = 1,
     device: Annotated[str, typer.Option(help="A preset (a100, h100, ...) or custom:...")] = "h100",
     network: Annotated[str, typer.Option(help="Tiers from the inside out.")] = "nvlink:8,ib",
     costs: Annotated[
@@ -175,9 +133,12 @@ def plan(
         raise Usage("say --world-size N or --find-world-size, one of the two")
     if sweep and find_world_size:
         raise Usage("--sweep is for one --world-size")
-    for name, value in (("world-size", world_size), ("seq", seq), ("batch", batch), ("accumulate", accumulate)):
+    numbers = {"world-size": world_size, "replicas": replicas, "seq": seq, "batch": batch, "accumulate": accumulate}
+    for name, value in numbers.items():
         if value is not None and value < 1:
             raise Usage(f"--{name} must be at least 1, got {value}")
+    if world_size is not None and world_size % replicas:
+        raise Usage(f"--world-size {world_size} can't be divided among --replicas {replicas}")
     if sweep and points < 2:
         raise Usage(f"--points must be at least 2, got {points}")
     if not 0 <= margin < 1:
@@ -193,7 +154,7 @@ def plan(
         "param_persistence_threshold": param_persistence_threshold,
     }
     cluster = _Cluster(
-        device, network, costs, margin, optimizer, memory_budget, {k: v for k, v in elements.items() if v is not None}
+        device, network, costs, margin, optimizer, memory_budget, {k: v for k, v in elements.items() if v is not None}, replicas
     )
     if world_size is not None:
         cluster.costs_at(world_size)  # wrong names are told before the long work
@@ -203,97 +164,18 @@ def plan(
     captured = _captured(found, backward)
 
     def program_at(ranks: int) -> Program:
-        return replace(captured.program(ranks, cluster.costs_at(ranks)), uniform=uniform)
+        return replace(captured.program(ranks, cluster.costs_at(ranks), replicas), uniform=uniform)
 
     if find_world_size:
         world_size = _fewest(captured, cluster, program_at, as_json)
     assert world_size is not None
-    with _busy("preparing"):
+    with busy("preparing"):
         program = program_at(world_size)
     question = {"target": found.name, "device": device, "network": network, "optimizer": OPTIMIZERS[optimizer].rule}
     if sweep:
         _sweep(captured, program, cluster, points, accumulate, question, out or [], as_json)
     else:
         _plan_once(captured, program, cluster, accumulate, question, found.num_tokens, out or [], as_json)
-
-
-@app.command()
-def show(
-    file: File,
-    full: Annotated[bool, typer.Option("--full", help="Every step and every name.")] = False,
-    totals: Annotated[bool, typer.Option("--report", help="Totals only.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Print a schedule."""
-    schedule = _read(file)
-    if as_json:
-        from .estimate import facts_of
-
-        tables.print_json({"file": str(file), **facts_of(schedule)})
-    else:
-        print(text.report(schedule) if totals else text.render(schedule, full=full))
-
-
-@app.command()
-def verify(file: File, as_json: AsJson = False) -> None:
-    """Check a schedule against every rule, and list what breaks them."""
-    from .verify import RULES, violations
-
-    schedule = _read(file)
-    found = list(violations(schedule))
-    if as_json:
-        rows = [{"rule": v.rule, "message": str(v), "step": v.step, "parameter": v.parameter} for v in found]
-        tables.print_json({"file": str(file), "valid": not found, "violations": rows})
-    else:
-        for violation in found:
-            print(text.printable(str(violation)))
-        print(f"{file}: {f'{len(found):,} violations' if found else f'valid by all {len(RULES)} rules'}")
-    if found:
-        raise typer.Exit(1)
-
-
-@app.command("diff")
-def compare(
-    old: Annotated[Path, typer.Argument(metavar="OLD")],
-    new: Annotated[Path, typer.Argument(metavar="NEW")],
-    rows: Annotated[int, typer.Option(help="Most rows of each kind.")] = 10,
-    exit_code: Annotated[bool, typer.Option("--exit-code", help="1 if they differ.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show what changed between two schedules: limits, what is kept, buckets, gathers and releases that moved, totals."""
-    from .diff import diff
-
-    found = diff(_read(old), _read(new))
-    if as_json:
-        tables.print_json({"old": str(old), "new": str(new), "same": not found, "differences": found})
-    else:
-        tables.print_diff(found, rows)
-    if found and exit_code:
-        raise typer.Exit(1)
-
-
-@app.command()
-def calibrate(
-    out: Annotated[Path, typer.Option(help="Where to write the costs.")] = Path("costs.json"),
-    rounds: Annotated[int, typer.Option(help="How many times everything is measured.")] = 9,
-    as_json: AsJson = False,
-) -> None:
-    """Measure costs on the machine at hand (under torchrun: on the cluster), and write them for `zfx plan --costs`."""
-    from .calibrate import calibrate as measure
-    from .calibrate import save_costs
-
-    if rounds < 1:
-        raise Usage(f"--rounds must be at least 1, got {rounds}")
-    _check_folder(out)
-    with _bar("measuring", rounds) as advance:
-        costs = measure(num_rounds=rounds, progress=lambda done, total, what: advance() if done else None)
-    if os.environ.get("RANK", "0") != "0":
-        return
-    save_costs(costs, out)
-    if as_json:
-        tables.print_json({"out": str(out), **asdict(costs)})
-    else:
-        tables.print_costs(costs, out)
 
 
 # ---- plan --------------------------------------------------------------------------------------------------------------
@@ -303,7 +185,15 @@ class _Cluster:
     """What the options say of the cluster and the limits."""
 
     def __init__(
-        self, device: str, network: str, costs: Path | None, margin: float, optimizer: str, budget: str, elements: Mapping[str, int]
+        self,
+        device: str,
+        network: str,
+        costs: Path | None,
+        margin: float,
+        optimizer: str,
+        budget: str,
+        elements: Mapping[str, int],
+        replicas: int,
     ) -> None:
         from .estimate import OPTIMIZERS
         from .presets import device_for
@@ -312,13 +202,13 @@ class _Cluster:
         self.optimizer = OPTIMIZERS[optimizer]
         self.memory_bytes = device_for(device).memory_bytes
         self.measured = None if costs is None else _read_costs(costs)
-        self.elements = elements
+        self.elements, self.replicas = elements, replicas
         Limits(**elements)
 
     def costs_at(self, world_size: int) -> CostModel:
         from .presets import costs_for
 
-        return self.measured or costs_for(self.device, self.network, world_size)
+        return self.measured or costs_for(self.device, self.network, world_size, self.replicas)
 
     def optimizer_bytes(self, captured: Any, program: Program) -> int:
         from .estimate import optimizer_bytes
@@ -356,7 +246,7 @@ def _captured(found: Any, backward: bool) -> Any:
 
     found.model.train(backward)
     model = compile_(found.model, world_size=_CAPTURE_RANKS)
-    with _busy(f"capturing {found.name}"), torch.set_grad_enabled(backward):
+    with busy(f"capturing {found.name}"), torch.set_grad_enabled(backward):
         try:
             captured = model.zfx.capture(*found.args, **found.kwargs)
         except CaptureError:
@@ -386,7 +276,7 @@ def _plan_once(
 
     limits, optimizer_bytes = cluster.limits(captured, program), cluster.optimizer_bytes(captured, program)
     device = {"device_bytes": cluster.memory_bytes, "margin": cluster.margin}
-    with _busy(f"planning {len(program.steps):,} steps"):
+    with busy(f"planning {len(program.steps):,} steps"):
         try:
             found, refusal = estimate(program, limits, optimizer_bytes, accumulate), None
         except InfeasibleBudget as error:
@@ -418,7 +308,7 @@ def _save(schedules: Sequence[Schedule], path: Path) -> None:
 def _check_out(paths: Sequence[Path], sweep: bool) -> None:
     """A wrong name is told before the long work."""
     for path in paths:
-        _check_folder(path)
+        check_folder(path)
         if sweep:
             if path.suffix.lower() not in (".png", ".svg", ".pdf"):
                 raise Usage(f"cannot draw {path}: --sweep writes .png, .svg or .pdf")
@@ -430,35 +320,30 @@ def _check_out(paths: Sequence[Path], sweep: bool) -> None:
             dump.writer_of(path)
 
 
-def _check_folder(path: Path) -> None:
-    if not path.absolute().parent.is_dir():
-        raise Usage(f"cannot write {path}: there is no folder {path.parent}")
-
-
 def _fewest(captured: Any, cluster: _Cluster, program_at: Callable[[int], Program], as_json: bool) -> int:
     from .sweep import MOST_RANKS, find_world_size
 
-    with _busy("finding the fewest ranks") as said:
+    with busy("finding the fewest ranks") as said:
         answer = find_world_size(
-            program_at,
+            lambda ranks: program_at(ranks * cluster.replicas),
             lambda program: cluster.limits(captured, program),
             _node_size(cluster.network),
             MOST_RANKS,
-            lambda ranks, fits: said(f"finding the fewest ranks: {ranks:,} {'fit' if fits else 'are too few'}"),
+            lambda ranks, fits: said(f"finding the fewest ranks: {ranks * cluster.replicas:,} {'fit' if fits else 'are too few'}"),
         )
     if answer.world_size is None:
         assert answer.refused is not None
         ranks, refusal = answer.refused
         raise No(
-            f"no number of ranks is enough; {ranks:,} come closest: {refusal}",
+            f"no number of ranks is enough; {ranks * cluster.replicas:,} come closest: {refusal}",
             world_size=None,
             type="InfeasibleBudget",
             **vars(refusal),
         )
     if not as_json:
-        before = f"; {answer.refused[0]:,} are too few" if answer.refused else ""
-        print(f"fewest ranks: {answer.world_size:,}{before}\n")
-    return answer.world_size
+        before = f"; {answer.refused[0] * cluster.replicas:,} are too few" if answer.refused else ""
+        print(f"fewest ranks: {answer.world_size * cluster.replicas:,}{before}\n")
+    return answer.world_size * cluster.replicas
 
 
 def _node_size(network: str) -> int:
@@ -478,11 +363,11 @@ def _sweep(
     as_json: bool,
 ) -> None:
     from .estimate import Estimate, facts
-    from .sweep import frontier
+    from .sweep import draw, frontier
 
     optimizer_bytes = cluster.optimizer_bytes(captured, program)
     found: list[Estimate] = []
-    with _bar("planning", num_points) as advance:
+    with bar("planning", num_points) as advance:
         for one in frontier(program, cluster.limits(captured, program), optimizer_bytes, num_points, accumulate):
             found.append(one)
             advance()
@@ -493,73 +378,12 @@ def _sweep(
         "device_bytes": cluster.memory_bytes,
         "margin": cluster.margin,
         "world_size": program.world_size,
+        "replicas": program.replicas,
         "points": rows,
     }
     for path in out:
-        _draw(answer, path)
+        draw(answer, path)
     if as_json:
         tables.print_json(answer)
     else:
         tables.print_sweep(answer)
-
-
-def _draw(answer: Mapping[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    points = sorted((row["memory"]["total_bytes"] / 1e9, row["time"]["step_us"] / 1e6, row["fits"]) for row in answer["points"])
-    axes.step([x for x, _, _ in points], [y for _, y, _ in points], where="post", color="tab:blue", alpha=0.6)
-    for wanted, color, label in ((True, "tab:blue", "fits"), (False, "tab:red", "does not fit")):
-        chosen = [(x, y) for x, y, fits in points if fits == wanted]
-        if chosen:
-            axes.plot(*zip(*chosen), "o", color=color, label=label)
-    room = answer["device_bytes"] * (1 - answer["margin"]) / 1e9
-    axes.axvline(room, color="grey", linestyle="--", label=f"{answer['device']}, less {answer['margin']:.0%}")
-    compute_us = answer["points"][0]["time"]["compute_us"]
-    axes.axhline(compute_us / 1e6, color="grey", linestyle=":", label="compute alone")
-    axes.set_xlabel("peak memory of a rank with optimizer state (GB)")
-    axes.set_ylabel("predicted time of an optimizer step (s)")
-    axes.set_title(f"{answer['target']}\n{answer['world_size']:,} x {answer['device']}, {answer['network']}")
-    axes.legend()
-    figure.savefig(path)
-
-
-# ---- files and progress ------------------------------------------------------------------------------------------------
-
-
-def _read(path: Path) -> Schedule:
-    try:
-        content = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise Usage(f"{path} is not a zfx schedule: it is no text") from None
-    try:
-        return dump.from_json(content)
-    except ValueError as error:
-        raise Usage(f"{path}: {error}") from None
-
-
-@contextlib.contextmanager
-def _busy(what: str) -> Iterator[Callable[[str], None]]:
-    """A spinner with a clock where stderr is a terminal; elsewhere a line at the end of what took over a second."""
-    console, start = Console(stderr=True), time.monotonic()
-    progress = Progress(
-        SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=console, transient=True
-    )
-    progress.disable = not console.is_terminal
-    with progress:
-        task = progress.add_task(what)
-        yield lambda text: progress.update(task, description=text)
-    if not console.is_terminal and time.monotonic() - start > 1:
-        print(f"{what}: {time.monotonic() - start:.0f} s", file=console.file)
-
-
-@contextlib.contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    console, start = Console(stderr=True), time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)
-    if not console.is_terminal and time.monotonic() - start > 1:
-        print(f"{what} {total} times: {time.monotonic() - start:.0f} s", file=console.file)

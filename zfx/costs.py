@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .records import Form, write_whole
@@ -67,11 +67,13 @@ class CostModel:
 
     Attributes:
         gather, reduce: an all-gather of so many gathered bytes, a reduce-scatter of so many unreduced ones.
+        all_reduce: an all-reduce over replicas of so many bytes of each rank's shards, while all ranks do that with theirs.
         rates: compute by kind. A kind takes the rate of its longest beginning that is listed ("matmul.bfloat16" may take that of
             "matmul"), else the first one.
         launch_us, busy_bytes_per_us: compute time that a collective takes from its rank, whether it overlaps or not: so much each
             (launching, packing, unpacking), and its bytes at that rate (on CPUs: copies, the network stack). It is booked where a
-            gather is waited for and where a reduction is launched; the links hold what is left of the collective's time.
+            gather is waited for and where a reduction or an all-reduce is launched; the links hold what is left of the
+            collective's time.
         pack_threshold_bytes: parameters whose gathered size is below this travel packed in one buffer: copying them costs less
             than a message of their own.
         nominal_tokens: how many rows a matrix product is taken to have where ranks may differ in their data, see
@@ -87,6 +89,7 @@ class CostModel:
     nominal_tokens: int = 2_048
     source: str = "round numbers for one CPU core and loopback TCP"
     busy_bytes_per_us: float = math.inf
+    all_reduce: Link = field(default_factory=Link)
 
     def __post_init__(self) -> None:
         _check(self, above=("busy_bytes_per_us",), least=("launch_us", "pack_threshold_bytes", "nominal_tokens"))
@@ -98,6 +101,17 @@ class CostModel:
 
     def reduce_us(self, num_bytes: int) -> float:
         return self.reduce.us(num_bytes)
+
+    def on_slower_links(self, factor: float) -> CostModel:
+        """The same with collectives that take `factor` times as long."""
+
+        def slower(link: Link) -> Link:
+            return Link(link.latency_us * factor, link.bytes_per_us / factor)
+
+        return replace(self, gather=slower(self.gather), reduce=slower(self.reduce), all_reduce=slower(self.all_reduce))
+
+    def all_reduce_us(self, num_bytes: int) -> float:
+        return self.all_reduce.us(num_bytes)
 
     def busy_us(self, num_bytes: int) -> float:
         return self.launch_us + num_bytes / self.busy_bytes_per_us
@@ -118,7 +132,7 @@ class CostModel:
         return {rate.kind: rate for rate in self.rates}
 
 
-_FORM = Form(CostModel, "costs", version=1, again="run zfx calibrate again")
+_FORM = Form(CostModel, "costs", version=2, again="run zfx calibrate again")
 
 
 def save_costs(costs: CostModel, path: str | os.PathLike[str]) -> None:

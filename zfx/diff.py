@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
-from .ir import Schedule
-from .simulate import simulate
+from .ir import Kind, Schedule
+from .simulate import CHANNELS, simulate
 
-_MOVES = ("all_gather", "wait", "release", "reduce_scatter", "wait_reduce")
+_MOVES = get_args(Kind)
 
 
 def diff(old: Schedule, new: Schedule) -> dict[str, Any]:
@@ -56,6 +56,7 @@ def _program(old: Schedule, new: Schedule) -> dict[str, Any]:
         program = schedule.program
         return {
             "world_size": program.world_size,
+            "replicas": program.replicas,
             "steps": len(program.steps),
             "parameters": len(program.parameters),
             "elements": sum(p.numel for p in program.parameters),
@@ -76,13 +77,14 @@ def _program(old: Schedule, new: Schedule) -> dict[str, Any]:
 
 def _totals(schedule: Schedule) -> dict[str, Any]:
     simulation = simulate(schedule)
-    volume = {kind: sum(s.num_bytes for s in simulation.spans if s.kind == kind) for kind in ("all_gather", "reduce_scatter")}
+    volume = {kind: sum(s.num_bytes for s in simulation.spans if s.kind == kind) for kind in (c.launch for c in CHANNELS)}
     return {
         "step_us": simulation.finish_us,
         "exposed_us": simulation.exposed_us,
         "peak_bytes": simulation.peak.total,
         "gathered_bytes": volume["all_gather"],
         "reduced_bytes": volume["reduce_scatter"],
+        "all_reduced_bytes": volume["all_reduce"],
     }
 
 

@@ -7,6 +7,7 @@ collective stands on its own stream, between the compute node after which it is 
                     | launch                  ^  | reads   ^  | release after last read
     gather          +-----> all_gather -------+  +---------+  ...
                                        arrival
+    reduce, all_reduce      (the latter where there are replicas)
 
 An edge for a wait, or for a gradient, is drawn wherever its two ends stand: a schedule that waits for a later launch has a cycle.
 """
@@ -29,13 +30,15 @@ from .costs import CostModel
 from .ir import Instruction, Parameter, Schedule, Step
 from .picture import to_html
 from .records import Derived, Form, write_whole
+from .simulate import CHANNELS, channels_of
 from .text import by_point, printable, shorten
 from .trace import to_trace
 
-_FORM = Form(Schedule, "schedule", version=2, again="plan it again", derived=Derived("certificate", Certificate, certify))
+_FORM = Form(Schedule, "schedule", version=3, again="plan it again", derived=Derived("certificate", Certificate, certify))
 FORMAT, VERSION = _FORM.format, _FORM.version
 
-_STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce"}
+_STREAMS = {channel.launch: channel.name for channel in CHANNELS}
+_WAITS = {channel.launch: channel.wait for channel in CHANNELS}
 _COLORS = {
     "step": "white",
     "all_gather": "lightblue",
@@ -43,6 +46,8 @@ _COLORS = {
     "release": "lightgrey",
     "reduce_scatter": "orange",
     "wait_reduce": "moccasin",
+    "all_reduce": "lightsalmon",
+    "wait_all_reduce": "mistyrose",
 }
 _EDGE_STYLES = {
     "program order": "color=grey40",
@@ -52,6 +57,7 @@ _EDGE_STYLES = {
     "release after last read": "color=grey60, style=dotted, constraint=false",
     "gathered again": "color=purple, style=dotted, constraint=false",
     "completes": "color=orangered",
+    "reduced": "color=orangered",
 }
 _NOT_IN_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -114,7 +120,8 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
         >>> to_networkx(Schedule(Program((), (Step("forward.relu", "forward"),)), Limits())).nodes["step_0"]["stream"]
         'compute'
     """
-    graph = nx.MultiDiGraph(world_size=schedule.program.world_size, **asdict(certify(schedule)))
+    program = schedule.program
+    graph = nx.MultiDiGraph(world_size=program.world_size, replicas=program.replicas, **asdict(certify(schedule)))
     steps, number = schedule.program.steps, itertools.count()
     parameters, costs = {p.name: p for p in schedule.program.parameters}, schedule.program.costs
     nodes: list[tuple[str, Step | Instruction]] = []
@@ -148,7 +155,7 @@ def to_dot(schedule: Schedule) -> str:
         *(f"  {name}={_quote(str(value))};" for name, value in graph.graph.items()),
         '  rankdir=TB; node [shape=box, style="filled,rounded", fontname="Helvetica", fontsize=10];',
     ]
-    for stream in ("compute", "gather", "reduce"):
+    for stream in ("compute", *(channel.name for channel in channels_of(schedule))):
         lines.append(f'  subgraph "cluster_{stream}" {{')
         lines.append(f"    label={_quote(stream)}; color=grey80;")
         for node, facts in graph.nodes(data=True):
@@ -223,10 +230,9 @@ def _step_facts(step: Step, index: int) -> dict[str, Any]:
 
 def _instruction_facts(instruction: Instruction, parameters: Mapping[str, Parameter], costs: CostModel) -> dict[str, Any]:
     kind, bucket = instruction.kind, instruction.bucket
-    durations = {"all_gather": costs.gather_us, "reduce_scatter": costs.reduce_us}
-    is_reduction = kind in ("reduce_scatter", "wait_reduce")
-    known = [parameters[name] for name in instruction.parameters if name in parameters]
-    num_bytes = sum(p.grad_bytes if is_reduction else p.num_bytes for p in known)
+    durations = {"all_gather": costs.gather_us, "reduce_scatter": costs.reduce_us, "all_reduce": costs.all_reduce_us}
+    size = next((channel.size for channel in CHANNELS if kind in (channel.launch, channel.wait)), "num_bytes")
+    num_bytes = sum(getattr(parameters[name], size) for name in instruction.parameters if name in parameters)
     facts = {
         "kind": kind, "name": kind if bucket is None else f"{kind} {bucket}", "op": f"zfx.{kind}", "point": instruction.point,
         "stream": _STREAMS.get(kind, "compute"), "parameters": instruction.parameters, "num_bytes": num_bytes,
@@ -249,15 +255,16 @@ def _order_edges(nodes: list[tuple[str, Step | Instruction]], edges: dict[tuple[
 
 def _value_edges(nodes: list[tuple[str, Step | Instruction]], edges: dict[tuple[str, str, str], list[str]]) -> None:
     """Who gathers, reads, frees, completes and reduces which parameter."""
-    launched: dict[tuple[bool, int | None], str] = {}
+    launched: dict[tuple[str, int | None], str] = {}
     reductions: dict[str, list[str]] = {}
     for node, what in nodes:
         if isinstance(what, Instruction) and what.kind in _STREAMS:
-            launched[what.kind == "all_gather", what.bucket] = node
+            launched[_WAITS[what.kind], what.bucket] = node
             if what.kind == "reduce_scatter":
                 for name in what.parameters:
                     reductions.setdefault(name, []).append(node)
     arrived: dict[str, str] = {}
+    reduced: dict[int | None, str] = {}
     last_read: dict[str, str] = {}
     freed: dict[str, str] = {}
 
@@ -273,8 +280,12 @@ def _value_edges(nodes: list[tuple[str, Step | Instruction]], edges: dict[tuple[
             for name in what.completes:
                 for reduction in reductions.get(name, ()):
                     link(node, reduction, "completes", name)
-        elif what.kind in ("wait", "wait_reduce"):
-            link(launched.get((what.kind == "wait", what.bucket)), node, "arrival", *what.parameters)
+        elif what.kind == "all_reduce":
+            link(reduced.get(what.bucket), node, "reduced", *what.parameters)
+        elif what.kind in _WAITS.values():
+            link(launched.get((what.kind, what.bucket)), node, "arrival", *what.parameters)
+            if what.kind == "wait_reduce":
+                reduced[what.bucket] = node
             if what.kind == "wait":
                 arrived.update(dict.fromkeys(what.parameters, node))
         elif what.kind == "release":

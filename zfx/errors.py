@@ -26,6 +26,13 @@ class CaptureError(ZfxError):
         super().__init__(f"cannot capture the model as one graph{where}: {reason}" + (f"\n{advice}" if advice else ""))
 
 
+class LoopError(ZfxError, RuntimeError):
+    """The code around a compiled model asks for what its sharded parameters can't do, or at a time when they can't.
+
+    A `RuntimeError` too, as torch raises one for most of these. The message says what to do instead.
+    """
+
+
 class InfeasibleBudget(ZfxError):
     """No schedule of this program can respect the limit.
 
@@ -91,4 +98,19 @@ class RankMismatch(ZfxError):
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), first_difference: str = "") -> None:
         self.ranks, self.first_difference = tuple(ranks), first_difference
+        super().__init__(message)
+
+
+class CheckpointError(ZfxError):
+    """A checkpoint can't be written, read or trusted: a file is missing, truncated, changed or hostile, or it holds something else
+    than what is to be loaded. Raised on every rank, and nothing is committed.
+
+    Attributes:
+        path: the file or directory concerned, or None.
+        name: the parameter, key or file concerned, or None.
+        ranks: the ranks that failed first, where it is known.
+    """
+
+    def __init__(self, message: str, *, path: object = None, name: str | None = None, ranks: Sequence[int] = ()) -> None:
+        self.path, self.name, self.ranks = None if path is None else str(path), name, tuple(ranks)
         super().__init__(message)

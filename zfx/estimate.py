@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .build import Capture
@@ -52,7 +52,7 @@ OPTIMIZERS = {
 def optimizer_bytes(capture: Capture, program: Program, optimizer: Optimizer) -> int:
     """Bytes of optimizer state on each rank, for the parameters that get a gradient."""
     trainable = {p.name for p in program.parameters if p.grad_bytes}
-    layouts = [replace(layout, world_size=program.world_size) for layout in capture.layouts if layout.name in trainable]
+    layouts = [layout.over(program.world_size, program.replicas) for layout in capture.layouts if layout.name in trainable]
     return sum(o.chunk_numel * (optimizer.copies * o.dtype.itemsize + optimizer.bytes_an_element) for o in layouts)
 
 
@@ -139,6 +139,7 @@ def facts(found: Estimate) -> dict[str, Any]:
     micro_batches = [(count, one) for count, one in zip(found.repeats, found.certificates) if count]
     return {
         "world_size": program.world_size,
+        "replicas": program.replicas,
         "accumulate": sum(found.repeats),
         "costs": program.costs.source,
         "limits": {f.name: getattr(schedule.limits, f.name) for f in fields(schedule.limits)},
@@ -157,6 +158,7 @@ def facts(found: Estimate) -> dict[str, Any]:
         "volume": {
             "gathered_bytes": found.volume_bytes("all_gather"),
             "reduced_bytes": found.volume_bytes("reduce_scatter"),
+            "all_reduced_bytes": found.volume_bytes("all_reduce"),
         },
         "kept": {
             "count": len(schedule.kept),
@@ -172,6 +174,7 @@ def facts(found: Estimate) -> dict[str, Any]:
             "exposed_us": found.exposed_us,
             "gather_us": found.total(lambda s: _busy(s, "all_gather")),
             "reduce_us": found.total(lambda s: _busy(s, "reduce_scatter")),
+            "all_reduce_us": found.total(lambda s: _busy(s, "all_reduce")),
         },
         "certificate": {
             "time": _certified(micro_batches, "time", "us"),

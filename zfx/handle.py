@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -109,6 +110,52 @@ class Handle:
             return schedules[index]
         return next((s for s in reversed(schedules) if s.program.turn is not None), schedules[-1])
 
+    def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What else there is to run with the model's parameters: a part of it, or its forward and a loss that reads a weight.
+
+        Args:
+            function: takes the model and other arguments. Inside it parameters are whole, `model(x)` is the model's own
+                forward, and so is every method and submodule.
+
+        Returns:
+            A function of those other arguments. It is captured, planned and run as the forward is, with gradients, under the same
+            limits; its schedules are added to `schedules`. Make it once: what it captured goes with it.
+
+        Example:
+            >>> import torch, zfx
+            >>> model = zfx.compile(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
+            >>> encode = model.zfx.function(lambda model, x: model[0](x).tanh())
+            >>> encode(torch.randn(3, 4)).shape
+            torch.Size([3, 8])
+            >>> torch.distributed.destroy_process_group()
+        """
+        if not callable(function):
+            raise TypeError(f"zfx.function takes a function of the model and other arguments, got {type(function).__name__}")
+        engine, model, entry = self._engine, self._model, self._engine.entry(function)
+        return functools.wraps(function)(lambda *args, **kwargs: engine(model, args, kwargs, entry))
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, backwards keep each rank's own whole gradients and reduce nothing; the first backward outside reduces the sum.
+
+        Without it every micro-batch is reduced, and its gradient's shard added to `.grad`: the same sum up to rounding, with
+        more traffic and without the memory of whole gradients (counted in the schedules, and in `memory_budget`: under one,
+        the first use of `no_sync` plans anew). What counts is where the backward runs. On every rank alike.
+
+        While gradients wait, `.grad` is what it was, and a step of a `torch.optim` optimizer raises `LoopError`.
+        `model.zero_grad()` drops them; `optimizer.zero_grad()` does not know of them.
+        Inside `reference()`, and for `torch.autograd.grad`, everything is reduced at once.
+
+        Example, one step over several micro-batches::
+
+            *first, last = micro_batches
+            with model.zfx.no_sync():
+                for batch in first:
+                    model(**batch).loss.backward()
+            model(**last).loss.backward()
+            optimizer.step()
+        """
+        return self._engine.no_sync()
+
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
         """Inside, the model runs uncompiled over the naive gathers: slow, unlimited, for comparison. On every rank alike."""
@@ -152,12 +199,10 @@ class Handle:
             values = {i: (f.clone() if blueprint.layouts[i].replicated else f) for i, f in zip(order, full)}
         yield {name: values[i] for name, i in wanted.items()}
         if writeback:
-            rank = blueprint.channels.gathers.rank
             with torch.no_grad():
                 shards = engine.shards()
                 for i, value in values.items():
-                    layout = blueprint.layouts[i]
-                    shards[i].copy_(value if layout.replicated else value[slice(*layout.rows(rank))])
+                    shards[i].copy_(value if blueprint.layouts[i].replicated else value[blueprint.own_rows(i)])
 
     def _resolve(self, names: str | Iterable[str] | None) -> dict[str, int]:
         index = self._engine.blueprint.index

@@ -15,19 +15,22 @@ which they stand in `Schedule.instructions`, then the step runs.
     release         the parameters named are no longer live
     reduce_scatter  launches bucket b: the gradients named are complete and are on their way
     wait_reduce     bucket b's shards of the gradients are there; the unreduced gradients are gone
+    all_reduce      launches the second half of bucket b's reduction, where there are replicas: its shards are added up over them
+    wait_all_reduce bucket b's shards of the gradients are final
 
 What is held, exactly, and after every single instruction (not only at steps):
 
     gathered    from its all_gather to its release: `num_bytes` (`num_elements`) a parameter
     packing     from all_gather to wait: the same again for each packed member of the bucket
     gradients   `grad_bytes` from the step that completes the gradient to wait_reduce; the same again, for what arrives from
-                the other ranks, from reduce_scatter to wait_reduce
+                the other ranks, from reduce_scatter to wait_reduce; `across_bytes`, for what arrives from the other replicas,
+                from all_reduce to wait_all_reduce
     other       `Step.other_bytes` while a step runs, and `Program.static_bytes` always
 
-When it happens, by the cost model: compute runs step after step; gathers have one channel and reductions another, each first in,
-first out. A collective starts when compute has reached its launch and the one before it on its channel is over. `wait` and
-`wait_reduce` stall compute until theirs is over. `CostModel.busy_us` of compute time is booked at each `wait` and each
-`reduce_scatter`.
+When it happens, by the cost model: compute runs step after step; gathers have one channel, reductions another and all-reduces a
+third, each first in, first out. A collective starts when compute has reached its launch and the one before it on its channel is
+over. `wait`, `wait_reduce` and `wait_all_reduce` stall compute until theirs is over. `CostModel.busy_us` of compute time is booked
+at each `wait`, `reduce_scatter` and `all_reduce`.
 
 `max_live_parameters` bounds gathered + packing, in elements; `memory_budget` bounds the sum of all, in bytes, at each step.
 """
@@ -42,7 +45,7 @@ from .limits import Limits
 
 Phase = Literal["forward", "turn", "backward"]
 Window = Literal["only", "first", "middle", "last"]
-Kind = Literal["all_gather", "wait", "release", "reduce_scatter", "wait_reduce"]
+Kind = Literal["all_gather", "wait", "release", "reduce_scatter", "wait_reduce", "all_reduce", "wait_all_reduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Parameter:
         num_bytes: the same in bytes.
         grad_bytes: bytes of its unreduced gradient, 0 if it has none in this program.
         numel: elements of the parameter itself, without padding; what `param_persistence_threshold` is compared with.
+        across_bytes: bytes of a rank's shard of its gradient, in the dtype that is added up over replicas; 0 where there are none.
     """
 
     name: str
@@ -62,11 +66,12 @@ class Parameter:
     num_bytes: int
     grad_bytes: int = 0
     numel: int = -1
+    across_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.numel < 0:
             object.__setattr__(self, "numel", self.num_elements)
-        if min(self.num_elements, self.num_bytes, self.grad_bytes) < 0:
+        if min(self.num_elements, self.num_bytes, self.grad_bytes, self.across_bytes) < 0:
             raise ValueError(f"{self.name}: sizes must not be negative")
 
 
@@ -104,7 +109,7 @@ class Program:
     Attributes:
         parameters: every parameter that is read or whose gradient is completed, in order of first appearance.
         steps: forward steps, then (if there is a backward) exactly one "turn" step, then backward steps.
-        world_size: number of ranks that a parameter is sharded over.
+        world_size: number of ranks.
         escapes: parameters of which an alias leaves the program as an output: never released, kept across the turn.
         static_bytes: bytes held throughout: parameter shards and their gradients' shards.
         costs: the cost model that the durations come from.
@@ -112,9 +117,11 @@ class Program:
             Otherwise only `nominal_us` and the parameters do, and ranks with different data agree.
         window: the program's place among the micro-batches between two optimizer steps: "only", or "first", "middle", "last". From
             each to the next, parameters may be carried (`Schedule.carried`).
+        replicas: how often every parameter is there: each is sharded over `num_shards = world_size / replicas` ranks.
 
     Raises:
-        ValueError: names are not unique, a step names an unknown parameter, or phases are out of order.
+        ValueError: names are not unique, a step names an unknown parameter, phases are out of order, or the ranks can't be divided
+            among the replicas.
     """
 
     parameters: tuple[Parameter, ...]
@@ -125,8 +132,11 @@ class Program:
     costs: CostModel = field(default_factory=CostModel)
     uniform: bool = False
     window: Window = "only"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
+        if self.replicas < 1 or self.world_size % self.replicas:
+            raise ValueError(f"{self.world_size} ranks can't be divided among {self.replicas} replicas")
         if self.window not in get_args(Window):
             raise ValueError(f"window must be one of {', '.join(get_args(Window))}, got {self.window!r}")
         known = {p.name for p in self.parameters}
@@ -149,6 +159,11 @@ class Program:
             raise ValueError(f"escapes names unknown parameters {sorted(set(self.escapes) - known)}")
 
     @property
+    def num_shards(self) -> int:
+        """Number of ranks that a parameter is sharded over."""
+        return self.world_size // self.replicas
+
+    @property
     def turn(self) -> int | None:
         """Index of the turn step, or None for a program without a backward."""
         return next((i for i, s in enumerate(self.steps) if s.phase == "turn"), None)
@@ -157,6 +172,8 @@ class Program:
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """What one instruction launches: direct transfers, one per parameter, and at most one pack.
+
+    The all-reduce over replicas belongs to its reduction: both name the same bucket.
 
     Attributes:
         index: its place in `Schedule.buckets`; collectives of one kind are launched in index order.

@@ -3,11 +3,13 @@
 In the forward graph a leaf is one call on gathered parameters and inputs, without autograd. In the backward graph it is one call
 that runs the module again, under autograd, from the random state that the forward began with, and differentiates. So nothing of
 it lives between the two but its inputs, its buffers and 5 kB of random state; its parameters are gathered and released like any
-others. The price is one more forward of the leaf.
+others. The price is one more forward of the leaf. Both runs are under the autocast that the model called the leaf under.
 
 RNN modules (LSTM, GRU, RNN) are always leaves: Dynamo does not trace them. Both runs use the train/eval flags of the
-capture; other attributes of a leaf must not change between a forward and its backward. A parameter that a leaf does not use
-in a call gets a gradient of zeros.
+capture; other attributes of a leaf must not change between a forward and its backward.
+
+[Note: nothing] Which of its parameters a leaf uses is known when it has run, and differs by rank. A gradient that there is not is
+zeros that say so (`is_nothing`): they are reduced like any, and where it turns out that no rank had anything, `.grad` gets nothing.
 
 [Note: shapes of a leaf] What a leaf returns must be known at capture. It is run there on fake tensors; one that looks at data can't
 be, and is taken to return one tensor shaped like its first floating-point input. The real outputs are compared with what was
@@ -29,6 +31,7 @@ from torch import nn
 
 from ._compat import _reparametrize_module, fresh_symbols_ignored, nonstrict_trace
 from .errors import CaptureError
+from .random_state import random_state, set_random_state
 
 _leaves: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _ids = itertools.count()
@@ -68,6 +71,14 @@ def make_leaves(model: nn.Module, leaf_modules: Sequence[type[nn.Module] | nn.Mo
         )
     for module in found:
         _make_leaf(module)
+
+
+def raise_failure() -> None:
+    """Called when a capture has failed: raise what a leaf said of it, if one did."""
+    if _failures:
+        failure = _failures[-1]
+        _failures.clear()
+        raise failure
 
 
 def _make_leaf(module: nn.Module) -> None:
@@ -117,6 +128,7 @@ class _Site:
     ) -> None:
         self.leaf_id, self.params, self.buffers, self.inputs, self.others = leaf_id, params, buffers, inputs, others
         self.training = training
+        self.autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")]
         self.outputs: Any = None
         self.guessed = False  # see [Note: shapes of a leaf]
         self.result_others: list[Any] = []
@@ -124,6 +136,7 @@ class _Site:
 
 
 _sites: dict[int, _Site] = {}
+_failures: list[CaptureError] = []  # raised while Dynamo traced, which says something else of it
 _site_ids = itertools.count()
 
 
@@ -137,11 +150,6 @@ def _call(
     kwargs: Any,
 ) -> Any:
     """Runs while AOTAutograd traces: put one `zfx::leaf` node into the graph."""
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise CaptureError(
-            f"the leaf {type(_leaves[leaf_id]).__name__} runs under autocast, which does not reach into a leaf",
-            advice="wrap its call in torch.autocast(..., enabled=False) and cast its input there",
-        )
     flat, spec = pytree.tree_flatten((args, kwargs))
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
     others = [None if isinstance(x, torch.Tensor) or (isinstance(x, str) and x == _NONE) else x for x in flat]
@@ -172,6 +180,9 @@ def _run(
     values = {**dict(zip(site.params, params)), **dict(zip(site.buffers, buffers))}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_training(module, site.training))
+        for kind, dtype, enabled in site.autocast:
+            if enabled or torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
         stack.enter_context(_reparametrize_module(module, values, tie_weights=True))
         stack.enter_context(_fresh_flat_weights(module))
         output = type(module).__mro__[1].forward(module, *args, **kwargs)  # type: ignore[attr-defined]
@@ -238,7 +249,14 @@ def _(params: Any, buffers: Any, inputs: Any, needs: Any, site: int) -> list[tor
     try:
         with fresh_symbols_ignored((*params, *inputs)):
             outputs = _run(where, params, [b.clone() for b in buffers], inputs)
-    except Exception:  # whatever a module that looks at data runs into on tensors without data
+    except Exception as error:  # whatever a module that looks at data runs into on tensors without data
+        if isinstance(_leaves[where.leaf_id], nn.RNNBase) and any(enabled for _, _, enabled in where.autocast):
+            failure = CaptureError(
+                f"{type(_leaves[where.leaf_id]).__name__} is called under autocast, which torch can't trace",
+                advice="wrap its call in torch.autocast(..., enabled=False) and cast its input there",
+            )
+            _failures.append(failure)
+            raise failure from error
         like = next((t for t in inputs if t.is_floating_point()), None)
         if like is None:
             raise
@@ -246,7 +264,8 @@ def _(params: Any, buffers: Any, inputs: Any, needs: Any, site: int) -> list[tor
         where.outputs, where.result_others, where.guessed = (pytree.tree_structure(0), [True]), [], True
     outputs = [o.new_empty(o.shape) for o in outputs]
     where.result_shapes = [(tuple(o.shape), o.dtype) for o in outputs]
-    return [*outputs, *(torch.empty_like(b) for b in buffers), torch.empty(_rng_size(), dtype=torch.uint8, device="cpu")]
+    state = torch.empty(random_state((*params, *inputs)).numel(), dtype=torch.uint8, device="cpu")
+    return [*outputs, *(torch.empty_like(b) for b in buffers), state]
 
 
 @torch.library.custom_op("zfx::leaf_backward", mutates_args=())
@@ -296,7 +315,7 @@ def forward_leaf(
     site: int,
 ) -> list[torch.Tensor]:
     where = _sites[site]
-    state = torch.get_rng_state()
+    state = random_state((*params, *inputs))
     changed = [b.clone() for b in buffers]
     planned = where.result_shapes
     with torch.no_grad():
@@ -342,8 +361,8 @@ def backward_leaf(
     site: int,
 ) -> list[torch.Tensor]:
     leaves = [t.detach().requires_grad_(needed) for t, needed in zip((*params, *inputs), needs)]
-    now = torch.get_rng_state()
-    torch.set_rng_state(state)
+    now = random_state(leaves)
+    set_random_state(state, leaves)
     try:
         with torch.enable_grad():
             outputs = _run(_sites[site], leaves[: len(params)], [b.clone() for b in buffers], leaves[len(params) :])
@@ -353,12 +372,24 @@ def backward_leaf(
             if pairs:
                 found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
     finally:
-        torch.set_rng_state(now)
-    return [t.new_zeros(t.shape) if g is None else g.contiguous() for t, g in zip(wanted, found)]
+        set_random_state(now, leaves)
+    return [nothing(t) if g is None else g.contiguous() for t, g in zip(wanted, found)]
 
 
-def _rng_size() -> int:
-    return torch.get_rng_state().numel()
+def nothing(like: torch.Tensor) -> torch.Tensor:
+    """See [Note: nothing]."""
+    zeros = like.new_zeros(like.shape)
+    zeros._zfx_nothing = True  # type: ignore[attr-defined]
+    return zeros
+
+
+def is_nothing(grad: torch.Tensor) -> bool:
+    return hasattr(grad, "_zfx_nothing")
+
+
+def may_skip(site: int) -> bool:
+    """Whether a call of this leaf may leave parameters unused. torch's own recurrent layers use all of theirs."""
+    return type(_leaves[_sites[site].leaf_id]).__mro__[1] not in (nn.LSTM, nn.GRU, nn.RNN)
 
 
 # what the lowering puts in the place of the two operators: plain calls, under which autograd works

@@ -43,7 +43,7 @@ def reduce_scatter(grad: torch.Tensor, shape: Sequence[int], index: int, bluepri
 
 @reduce_scatter.register_fake
 def _(grad: torch.Tensor, shape: Sequence[int], index: int, blueprint: int, dtype: torch.dtype) -> torch.Tensor:
-    return grad.new_empty(shape, dtype=dtype)
+    return grad.new_empty(shape, dtype=dtype, layout=torch.strided)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -19,7 +19,8 @@ from torch import fx
 
 from . import build
 from ._compat import CheckpointPolicy, default_partition
-from .ops import ALL_GATHER
+from .errors import CaptureError
+from .ops import ALL_GATHER, REDUCE_SCATTER
 from .passes.nodes import KEPT
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _CLOSURE_REGION = 2**60
 
 def partition(blueprint: Blueprint, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split, plan, and split again if the plan keeps anything."""
+    _refuse_sparse(blueprint, joint)
     gathers = _tag_closure(joint)
     forward, backward = default_partition(joint, inputs, **options)
     schedules = build.plan_graphs(blueprint, forward, backward, options["num_fwd_outputs"])
@@ -46,6 +48,16 @@ def partition(blueprint: Blueprint, joint: fx.GraphModule, inputs: Any, **option
         schedules = again
     build.attach(blueprint, schedules, forward, backward)
     return forward, backward
+
+
+def _refuse_sparse(blueprint: Blueprint, joint: fx.GraphModule) -> None:
+    for node in joint.graph.nodes:
+        value = node.args[0].meta.get("val") if node.target is REDUCE_SCATTER else None
+        if value is not None and value.layout is not torch.strided:
+            raise CaptureError(
+                f"the gradient of {blueprint.layouts[node.args[2]].name!r} is sparse, which can't be reduced to shards",
+                advice="use sparse=False in the embedding that reads it",
+            )
 
 
 def _mark_kept(blueprint: Blueprint, gathers: list[fx.Node], backward: fx.GraphModule) -> None:

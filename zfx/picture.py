@@ -1,7 +1,7 @@
 """A schedule as one HTML page: what runs on each channel, what is held meanwhile, and why.
 
     head       what is achieved beside what is possible (the certificate)
-    lanes      phase, compute, gather, reduce, and the life of the parameter that one looks for
+    lanes      phase, compute, gather, reduce, all_reduce if there are replicas, and the life of the parameter that one looks for
     memory     parameters, packing, gradients, activations, shards, stacked on the same time axis, with the limit as a line
     details    of what is selected: bytes, times, reasons
 
@@ -24,10 +24,13 @@ from typing import Any
 from .certificate import Certificate, certify
 from .ir import Schedule
 from .reasons import Story, finite, tell
-from .simulate import Moment
+from .simulate import Moment, channels_of
 from .text import printable
 
-_KINDS = {"all_gather": "g", "wait": "w", "release": "r", "reduce_scatter": "d", "wait_reduce": "e"}
+_KINDS = {
+    "all_gather": "g", "wait": "w", "release": "r", "reduce_scatter": "d", "wait_reduce": "e", "all_reduce": "a",
+    "wait_all_reduce": "f",
+}  # fmt: skip
 
 
 def to_html(schedule: Schedule) -> str:
@@ -65,7 +68,7 @@ def payload(story: Story, certificate: Certificate) -> dict[str, Any]:
     """What the page draws, as plain data. Tables are dicts of columns; names are indices into `parameters` and `steps`.
 
     `moments.kind` has a letter for each moment: "s" for a step, else g(ather), w(ait), r(elease), d for reduce_scatter, e for
-    wait_reduce.
+    wait_reduce, a(ll-reduce), f for wait_all_reduce.
     """
     schedule, simulation = story.schedule, story.simulation
     program, moments = schedule.program, simulation.moments
@@ -81,6 +84,8 @@ def payload(story: Story, certificate: Certificate) -> dict[str, Any]:
 
     return {
         "world_size": program.world_size,
+        "replicas": program.replicas,
+        "channels": [channel.name for channel in channels_of(schedule)],
         "window": program.window,
         "costs": printable(program.costs.source),
         "turn": program.turn,
@@ -102,6 +107,7 @@ def payload(story: Story, certificate: Certificate) -> dict[str, Any]:
             "elements": [p.num_elements for p in program.parameters],
             "bytes": [p.num_bytes for p in program.parameters],
             "grad_bytes": [p.grad_bytes for p in program.parameters],
+            "across_bytes": [p.across_bytes for p in program.parameters],
         },
         "ops": list(map(printable, ops)),
         "steps": {

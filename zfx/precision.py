@@ -24,7 +24,8 @@ class Precision:
     Attributes:
         param_dtype: what parameters are gathered in and computed with. None: their own.
         reduce_dtype: what gradients are averaged in. None: float32 where parameters are gathered in 16 bits, else their own. (FSDP2
-            reduces in `param_dtype` by default.) Over gloo gradients travel in their own dtype and only the sum is wide.
+            reduces in `param_dtype` by default.) Over gloo gradients travel in their own dtype and only the sum is wide. With
+            replicas the sums of 16-bit gradients stay in float32 from the first stage to the second, but if this says otherwise.
         output_dtype: what floating-point tensors in the model's output are cast to. None: as they come.
         cast_inputs: cast floating-point tensors in the model's arguments to `param_dtype`, if that is set. Default True.
         buffer_dtype: what floating-point buffers are cast to once, in `zfx.compile`. None: never touched, so that running means and

@@ -26,6 +26,11 @@ pace of its slowest link; doubling joins 2, 4, 8, ... parts, one tier after the 
 
 A `Link` is one line, so it is that of the algorithm that is faster for 128 MiB, about what large models gather at once.
 On CPUs zfx sends from every rank to every other, which costs what a ring does.
+
+With replicas a parameter is gathered and reduced over the W / R ranks of one replica, which lie next to each other and so in the
+inner tiers. The all-reduce joins the R replicas as if each were one rank: its ranks all send at once, each its own shard of S
+bytes, so that W / R times S goes over the replica's links together, and twice, as an all-reduce is a reduce-scatter and an
+all-gather.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from .costs import CostModel, Link, Rate
 
@@ -154,17 +160,18 @@ _BASE_US = {"nccl": 10.0, "gloo": 0.0}  # of a collective whatever its ranks: NC
 _TYPICAL_BYTES = 2**27
 
 
-def costs_for(device: str, network: str, world_size: int) -> CostModel:
+def costs_for(device: str, network: str, world_size: int, replicas: int = 1) -> CostModel:
     """The costs of `world_size` such devices on such a network. See the module for both strings and for the formula.
 
     Args:
         device: a name of `DEVICES`, or `custom:flops=F,bandwidth=B,memory=M` with what products reach in flops per second,
             memory in bytes per second, and its size in bytes; `overhead_us=` and `launch_us=` may follow.
         network: tiers from the inside out. May be empty for one rank.
+        replicas: each has `world_size / replicas` ranks in a row.
 
     Raises:
-        ValueError: an unknown name (the message lists the known ones), a tier that doesn't fit the one before, or more ranks than
-            the network reaches.
+        ValueError: the ranks can't be divided among the replicas, an unknown name (the message lists the known ones), a tier that
+            doesn't fit the one before, or more ranks than the network reaches.
 
     Example:
         >>> costs = costs_for("h100", "nvlink:8,ib", 64)
@@ -173,8 +180,12 @@ def costs_for(device: str, network: str, world_size: int) -> CostModel:
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
-    found = device_for(device)
-    link = _link(found, _tiers(network, found), network, world_size)
+    if replicas < 1 or world_size % replicas:
+        raise ValueError(f"{world_size} ranks can't be divided among {replicas} replicas")
+    found, num_shards = device_for(device), world_size // replicas
+    tiers = _tiers(network, found)
+    _check_reach(tiers, network, world_size)
+    link = _link(found, tiers, num_shards)
     copied_per_us = found.bandwidth * found.memory_share / 4  # packing and unpacking each read and write
     return CostModel(
         gather=link,
@@ -182,7 +193,9 @@ def costs_for(device: str, network: str, world_size: int) -> CostModel:
         rates=_rates(found),
         launch_us=found.launch_us if world_size > 1 else 0.0,
         pack_threshold_bytes=2 ** int(math.log2(max(found.message_us * copied_per_us, 1))),
-        source=f"preset {device} ({found.source}) over {network or 'no network'} on {world_size} ranks",
+        all_reduce=_link_of_replicas(found, tiers, num_shards, replicas),
+        source=f"preset {device} ({found.source}) over {network or 'no network'} on {world_size} ranks"
+        + (f", {replicas} replicas" if replicas > 1 else ""),
     )
 
 
@@ -296,22 +309,57 @@ def _reach(part: str, device: Device) -> _Reach:
     return _Reach(tier, int(match["ranks"]) if match["ranks"] else math.inf, int(match["links"] or 0))
 
 
-def _link(device: Device, reaches: list[_Reach], network: str, world_size: int) -> Link:
-    """The line of the faster algorithm: see the module."""
-    if world_size == 1:  # nothing travels; a gather is a copy within the device
-        return Link(0.0, device.bandwidth * device.memory_share / 2)
-    if not reaches or reaches[-1].ranks < world_size:
+def _check_reach(reaches: list[_Reach], network: str, world_size: int) -> None:
+    if world_size > 1 and (not reaches or reaches[-1].ranks < world_size):
         raise ValueError(
             f"network {network!r} reaches {reaches[-1].ranks if reaches else 1} ranks, not {world_size}: add a tier, as in "
             f"{network + ',' if network else ''}ib"
         )
-    unit_ranks = [1, *(int(reach.ranks) for reach in reaches[:-1])]
-    units = [*(-(-world_size // ranks) for ranks in unit_ranks), 1]
-    crossed = [(r, units[i], units[i + 1], unit_ranks[i]) for i, r in enumerate(reaches) if units[i] > units[i + 1]]
+
+
+def _link(device: Device, reaches: list[_Reach], world_size: int) -> Link:
+    """An all-gather or a reduce-scatter over neighbouring ranks: see the module."""
+    if world_size == 1:  # nothing travels; a gather is a copy within the device
+        return Link(0.0, device.bandwidth * device.memory_share / 2)
+    return _faster(device, _crossed(reaches, world_size, 1), world_size)
+
+
+def _link_of_replicas(device: Device, reaches: list[_Reach], num_shards: int, replicas: int) -> Link:
+    """An all-reduce over replicas, of each rank's own shard, all at once: see the module."""
+    if replicas == 1:
+        return Link()
+    half = _faster(device, _crossed(reaches, num_shards * replicas, num_shards), replicas)
+    return Link(2 * half.latency_us - _BASE_US[device.backend], half.bytes_per_us / num_shards / 2)
+
+
+class _Crossing(NamedTuple):
+    """A tier that joins `here` units into `above`, and what each of those units can send into it."""
+
+    tier: Tier
+    here: int
+    above: int
+    bytes_per_us: float
+
+
+def _crossed(reaches: list[_Reach], world_size: int, part_ranks: int) -> list[_Crossing]:
+    """The tiers that join parts of so many neighbouring ranks."""
+    found, here = [], world_size // part_ranks
+    for before, reach in zip([None, *reaches], reaches):
+        unit_ranks = int(before.ranks) if before else 1
+        above = 1 if math.isinf(reach.ranks) else -(-world_size // max(part_ranks, int(reach.ranks)))
+        if here > above:
+            units = -(-max(part_ranks, unit_ranks) // unit_ranks)  # a part may be many units of the tier
+            found.append(_Crossing(reach.tier, here, above, units * reach.bandwidth(unit_ranks)))
+        here = above
+    return found
+
+
+def _faster(device: Device, crossed: list[_Crossing], num_parts: int) -> Link:
+    """The line of the faster algorithm."""
     base = _BASE_US[device.backend]
-    hops = sum((here - above) * r.tier.ring_us for r, here, above, _ in crossed)
-    lines = [Link(base + hops, min(r.bandwidth(ranks) for r, _, _, ranks in crossed) * world_size / (world_size - 1))]
+    hops = sum((c.here - c.above) * c.tier.ring_us for c in crossed)
+    lines = [Link(base + hops, min(c.bytes_per_us for c in crossed) * num_parts / (num_parts - 1))]
     if device.backend == "nccl":
-        hops = sum(math.ceil(math.log2(here / above)) * r.tier.doubling_us for r, here, above, _ in crossed)
-        lines.append(Link(base + hops, 1 / sum((1 - above / here) / r.bandwidth(ranks) for r, here, above, ranks in crossed)))
+        hops = sum(math.ceil(math.log2(c.here / c.above)) * c.tier.doubling_us for c in crossed)
+        lines.append(Link(base + hops, 1 / sum((1 - c.above / c.here) / c.bytes_per_us for c in crossed)))
     return min(lines, key=lambda link: link.us(_TYPICAL_BYTES))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from .ir import Instruction, Parameter, Schedule
 from .replay import bucket_of, replay
-from .simulate import Moment, Simulation, Span, simulate
+from .simulate import CHANNELS, Moment, Simulation, Span, simulate
 from .text import human_bytes, human_time, printable
 
 
@@ -130,17 +130,18 @@ class _Teller:
     def collectives(self) -> tuple[Collective, ...]:
         spans, found = iter(self.simulation.spans), []
         waits: dict[tuple[str, int | None], list[int]] = defaultdict(list)
+        wait_of = {channel.launch: channel.wait for channel in CHANNELS}
         for i, moment in enumerate(self.simulation.moments):
-            if moment.instruction is not None and moment.instruction.kind in ("wait", "wait_reduce"):
+            if moment.instruction is not None and moment.instruction.kind in wait_of.values():
                 waits[moment.instruction.kind, moment.instruction.bucket].append(i)
         before: dict[str, Span] = {}
         for i, moment in enumerate(self.simulation.moments):
             instruction = moment.instruction
-            if instruction is None or instruction.kind not in ("all_gather", "reduce_scatter"):
+            if instruction is None or instruction.kind not in wait_of:
                 continue
             span = next(spans)
             is_gather = instruction.kind == "all_gather"
-            later = waits["wait" if is_gather else "wait_reduce", instruction.bucket]
+            later = waits[wait_of[instruction.kind], instruction.bucket]
             place = bisect_left(later, i)
             wait = later[place] if place < len(later) else None
             bucket = bucket_of(self.schedule, instruction.bucket)
@@ -172,7 +173,9 @@ class _Teller:
         return reads[place] if place < len(reads) else None
 
     def _ready(self, instruction: Instruction) -> list[str]:
-        """Since when the gradients of a reduction are complete."""
+        """Since when the gradients of a reduction are complete, or what an all-reduce adds up."""
+        if instruction.kind == "all_reduce":
+            return [f"Adds up over {self.program.replicas:,} replicas what reduction {instruction.bucket} has brought."]
         ends = [self.completed[name] for name in instruction.parameters if name in self.completed]
         if not ends:
             return ["No step completes its gradients."]

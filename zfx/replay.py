@@ -23,7 +23,7 @@ class State:
         num_live: number of gathered parameters (launched and not released).
         gathered_elements, gathered_bytes: their sizes.
         packing_elements, packing_bytes: buffers of packed buckets that were not waited for yet.
-        gradient_bytes: unreduced gradients, twice while their reduction is in flight.
+        gradient_bytes: unreduced gradients, twice while their reduction is in flight, and what arrives from other replicas.
         total_bytes: all of these, the program's `static_bytes` and the step's `other_bytes` (after an instruction: those of the
             step at that point; after the last step: none).
     """
@@ -111,6 +111,7 @@ class _Held:
         self._packs: dict[int | None, tuple[int, int]] = {}
         self._gradients: dict[str, int] = {}
         self._arriving: dict[int | None, int] = {}
+        self._across: dict[int | None, int] = {}
         self._sums = [0] * 5  # gathered elements and bytes, packing elements and bytes, gradient bytes
         self._hold(arriving(schedule), 1)
 
@@ -152,6 +153,11 @@ class _Held:
             sums[4] += self._arriving[index]
         elif instruction.kind == "wait_reduce":
             sums[4] -= self._arriving.pop(index, 0) + sum(self._gradients.pop(name, 0) for name in names)
+        elif instruction.kind == "all_reduce" and index not in self._across:
+            self._across[index] = sum(self._size(name).across_bytes for name in names)
+            sums[4] += self._across[index]
+        elif instruction.kind == "wait_all_reduce":
+            sums[4] -= self._across.pop(index, 0)
 
     def state(self, point: int, instruction: Instruction | None, step: Step | None) -> State:
         program, sums = self._schedule.program, self._sums

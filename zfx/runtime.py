@@ -6,24 +6,30 @@ weight, bias = wait(plan, g)             arrived
 release([weight, bias])                  storage given back at once
 r = reduce_scatter(plan, 5, [grad])      launch
 (shard_grad,) = wait_reduce(plan, r)     this rank's rows of the mean
+reduced = wait_reduce(plan, r)           with replicas: its rows of this replica's part of the mean, and then:
+a = all_reduce(plan, 5, reduced)         launch
+(shard_grad,) = wait_all_reduce(plan, a) this rank's rows of the mean
 (weight,) = take(plan)                   what the micro-batch before left behind
 carry(plan, [weight])                    left behind for the next one
+hold(plan, "w", grad)                    a whole gradient waits for a later backward
+grad = join(plan, "w", grad)             the sum of what waited and this one
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from . import leaf
-from ._compat import StorageWeakRef
+from ._compat import StorageWeakRef, profiling
 from .agreement import digest_of
-from .bucket import Gathering, Reducing, Transfers
+from .bucket import Averaging, Gathering, Reduced, Reducing, Transfers
 from .channels import Channels
+from .held import Waiting
 from .window import Window
 
 
@@ -64,6 +70,8 @@ class Plan:
         description: one line a collective, in launch order, the same on every rank; the first line names the graph.
         carried: parameters that go from one micro-batch to the next.
         window: where they lie meanwhile; dead once the model is.
+        waiting: where gradients are held that wait for a reduction, if the graph holds or joins any.
+        doubtful: parameters that a leaf may leave unused, with the place of their gradients among the graph's outputs.
     """
 
     def __init__(
@@ -73,13 +81,16 @@ class Plan:
         description: Sequence[str],
         carried: tuple[str, ...] = (),
         window: weakref.ref[Window] | None = None,
+        waiting: Waiting | None = None,
+        doubtful: Mapping[str, int] | None = None,
     ) -> None:
-        self.carried, self.window = carried, window
-        self.in_flight: set[Gathering | Reducing] = set()
+        self.carried, self.window, self.waiting, self.doubtful = carried, window, waiting, dict(doubtful or {})
+        self.without: set[str] = set()  # of `doubtful`: whose gradient this rank has nothing of, in the run that goes on
+        self.in_flight: set[Gathering | Reducing | Averaging] = set()
         self.transfers, self.description, self.digest = tuple(transfers), tuple(description), digest_of(description)
         if channels is not None:  # else the graph can be read, but not run
             self.gathers, self.reductions, self.agreement = channels.gathers, channels.reductions, channels.agreement
-
+            self.across = channels.across
 
     def drain(self) -> None:
         """An operator has raised: let what was launched arrive, or the next collective would take its bytes for its own."""
@@ -87,6 +98,15 @@ class Plan:
             with contextlib.suppress(RuntimeError):  # a peer is gone: the error that is on its way says more
                 transfer.wait()
         self.in_flight.clear()
+        self.without.clear()
+
+    def without_nothing(self, outputs: Sequence[Any]) -> list[Any]:
+        """The outputs, but None for gradients that no rank had anything of: see [Note: nothing]."""
+        names = list(self.doubtful)
+        unused = self.agreement.everywhere([name in self.without for name in names], self.description)
+        self.without.clear()
+        gone = {self.doubtful[name] for name, flag in zip(names, unused) if flag}
+        return [None if i in gone else output for i, output in enumerate(outputs)]
 
     def open_window(self) -> Window:
         window = self.window() if self.window is not None else None
@@ -99,11 +119,23 @@ def begin(plan: Plan) -> Plan:
     return plan
 
 
+def _shown(what: str, transfers: Transfers) -> contextlib.AbstractContextManager[Any]:
+    """Under a profiler, a span with a name such as `zfx::all_gather layers.0.weight +2`."""
+    if not profiling():
+        return _NOT_SHOWN
+    more = f" +{len(transfers.layouts) - 1}" if len(transfers.layouts) > 1 else ""
+    return torch.profiler.record_function(f"zfx::{what} {transfers.layouts[0].name}{more}")
+
+
+_NOT_SHOWN = contextlib.nullcontext()
+
+
 def all_gather(plan: Plan, bucket: int, shards: Sequence[torch.Tensor]) -> Gathering:
     transfers = plan.transfers[bucket]
     assert transfers is not None
     try:
-        gathering = transfers.all_gather(plan.gathers, shards)
+        with _shown("all_gather", transfers):
+            gathering = transfers.all_gather(plan.gathers, shards)
     except RuntimeError as error:
         raise _explain(plan, error) from error
     plan.in_flight.add(gathering)
@@ -116,7 +148,8 @@ def all_gather(plan: Plan, bucket: int, shards: Sequence[torch.Tensor]) -> Gathe
 def wait(plan: Plan, gathering: Gathering) -> list[torch.Tensor]:
     plan.in_flight.discard(gathering)
     try:
-        return gathering.wait()
+        with _shown("wait all_gather", gathering.transfers):
+            return gathering.wait()
     except RuntimeError as error:
         raise _explain(plan, error) from error
 
@@ -141,21 +174,56 @@ def let_go(tensors: Sequence[torch.Tensor]) -> None:
     """Release what autograd may still need for another backward: drop the references only."""
 
 
+def hold(plan: Plan, name: str, grad: torch.Tensor) -> None:
+    assert plan.waiting is not None
+    plan.waiting.add(name, grad)
+
+
+def join(plan: Plan, name: str, grad: torch.Tensor) -> torch.Tensor:
+    assert plan.waiting is not None
+    return plan.waiting.join(name, grad)
+
+
 def reduce_scatter(plan: Plan, bucket: int, grads: Sequence[torch.Tensor]) -> Reducing:
     transfers = plan.transfers[bucket]
     assert transfers is not None
+    if plan.doubtful:
+        plan.without.update(layout.name for layout, grad in zip(transfers.layouts, grads) if leaf.is_nothing(grad))
     try:
-        reducing = transfers.reduce_scatter(plan.reductions, grads)
+        with _shown("reduce_scatter", transfers):
+            reducing = transfers.reduce_scatter(plan.reductions, grads)
     except RuntimeError as error:
         raise _explain(plan, error) from error
     plan.in_flight.add(reducing)
     return reducing
 
 
-def wait_reduce(plan: Plan, reducing: Reducing) -> list[torch.Tensor]:
+def wait_reduce(plan: Plan, reducing: Reducing) -> list[torch.Tensor] | Reduced:
     plan.in_flight.discard(reducing)
     try:
-        return reducing.wait()
+        with _shown("wait reduce_scatter", reducing.transfers):
+            reduced = reducing.wait()
+    except RuntimeError as error:
+        raise _explain(plan, error) from error
+    return reduced.split() if plan.across is None else reduced
+
+
+def all_reduce(plan: Plan, bucket: int, reduced: Reduced) -> Averaging:
+    transfers = plan.transfers[bucket]
+    assert transfers is not None and plan.across is not None
+    try:
+        with _shown("all_reduce", transfers):
+            averaging = transfers.all_reduce(plan.across, reduced)
+    except RuntimeError as error:
+        raise _explain(plan, error) from error
+    plan.in_flight.add(averaging)
+    return averaging
+
+
+def wait_all_reduce(plan: Plan, averaging: Averaging) -> list[torch.Tensor]:
+    plan.in_flight.discard(averaging)
+    try:
+        return averaging.wait().split()
     except RuntimeError as error:
         raise _explain(plan, error) from error
 
@@ -178,7 +246,8 @@ def runner(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     def run(args: list[Any]) -> Any:
         meter = GatheredMeter.active
         try:
-            return gm.forward(args) if meter is None else _Metered(gm, meter, args).run()
+            outputs = gm.forward(args) if meter is None else _Metered(gm, meter, args).run()
+            return plan.without_nothing(outputs) if plan.doubtful else outputs
         except BaseException:
             plan.drain()
             raise

@@ -7,6 +7,8 @@ ones fewer or none. In the local storage every rank holds `chunk` rows all the s
     local storage                       r0 r1     r2 r3     r4 --
     gathered storage                    r0 r1     r2 r3     r4 --     the parameter is its first 5 rows: no copy out
 
+With replicas the ranks form a mesh, replicate x shard: rows are cut over the ranks of one replica, and the others hold the same.
+
 A 0-dim parameter has no rows: it is replicated (DTensor `Replicate`), and its gradient is averaged to all ranks.
 """
 
@@ -29,7 +31,7 @@ from .versions import version
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one parameter is cut over `world_size` ranks.
+    """How one parameter is cut over the `world_size` ranks of a replica.
 
     Attributes:
         name: its first name in the model.
@@ -38,6 +40,7 @@ class Layout:
         reduce_dtype: what its gradient is averaged in; None: as the wire does it.
         order: dimensions from the outermost in memory to the innermost, where the parameter was not contiguous; else None.
             Shards are always contiguous; the gathered value gets this order back.
+        replicas: how many replicas there are.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Layout:
     gathered_dtype: torch.dtype = None  # type: ignore[assignment]  # becomes `dtype`
     reduce_dtype: torch.dtype | None = None
     order: tuple[int, ...] | None = None
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if self.gathered_dtype is None:
@@ -89,9 +93,34 @@ class Layout:
         start, stop = self.rows(rank)
         return (stop - start, *self.shape[1:])
 
+    @property
+    def num_ranks(self) -> int:
+        """All ranks, whose gradients are averaged."""
+        return self.world_size * self.replicas
+
+    @property
+    def between_dtype(self) -> torch.dtype | None:
+        """What a gradient is reduced to over the ranks of a replica; with replicas it stays wide between the two stages."""
+        if self.replicas > 1 and self.reduce_dtype is None and self.gathered_dtype in (torch.bfloat16, torch.float16):
+            return torch.float32
+        return self.reduce_dtype
+
+    def over(self, world_size: int, replicas: int = 1) -> Layout:
+        """The same on so many ranks."""
+        return replace(self, world_size=world_size // replicas, replicas=replicas)
+
     def in_full_precision(self) -> Layout:
         """The same, gathered as it is stored."""
         return replace(self, gathered_dtype=self.dtype)
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """What whole gradients of several micro-batches are added up in, where they wait for one reduction."""
+        return torch.promote_types(self.gathered_dtype, self.reduce_dtype or self.gathered_dtype)
+
+    def of_held(self) -> Layout:
+        """The same for gradients that come in `held_dtype`."""
+        return replace(self, gathered_dtype=self.held_dtype)
 
     def shard_bytes(self, trainable: bool) -> int:
         """What a rank holds of it all the time: its shard and its gradient's."""
@@ -101,7 +130,8 @@ class Layout:
         """The planner's view of it. A replicated one is always there: gathering it holds nothing more."""
         size = self.gathered_dtype.itemsize
         held = 0 if self.replicated else self.padded_numel
-        return Parameter(self.name, held, held * size, self.numel * size if trainable else 0, self.numel)
+        across = self.chunk_numel * (self.between_dtype or self.gathered_dtype).itemsize if trainable and self.replicas > 1 else 0
+        return Parameter(self.name, held, held * size, self.numel * size if trainable else 0, self.numel, across)
 
 
 def _product(sizes: tuple[int, ...]) -> int:
@@ -111,12 +141,14 @@ def _product(sizes: tuple[int, ...]) -> int:
     return out
 
 
-def layout_of(name: str, param: torch.Tensor, world_size: int, precision: Precision) -> Layout:
+def layout_of(name: str, param: torch.Tensor, world_size: int, precision: Precision, replicas: int = 1) -> Layout:
+    """The layout of a parameter over `world_size` ranks that form so many replicas."""
     order = None
     if not param.is_contiguous() and param.numel():
         order = tuple(sorted(range(param.dim()), key=param.stride, reverse=True))
     gathered_dtype = precision.gathered_in(param.dtype)
-    return Layout(name, tuple(param.shape), param.dtype, world_size, gathered_dtype, precision.reduce_in(gathered_dtype), order)
+    reduce_dtype, num_shards = precision.reduce_in(gathered_dtype), world_size // replicas
+    return Layout(name, tuple(param.shape), param.dtype, num_shards, gathered_dtype, reduce_dtype, order, replicas)
 
 
 def padded(layout: Layout, local: torch.Tensor) -> torch.Tensor:
@@ -163,14 +195,34 @@ def unique_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[Owner]]
     return list(found.values())
 
 
-def shard_parameters(model: nn.Module, layouts: list[Layout], mesh: DeviceMesh, device: torch.device) -> None:
-    """Replace every parameter by `nn.Parameter(DTensor)`, one at a time, under all its names."""
-    rank = mesh.get_local_rank()
-    for layout, (param, owners) in zip(layouts, unique_parameters(model), strict=True):
-        local = shard_of(layout, param.detach(), rank, device)
-        placement = Replicate() if layout.replicated else Shard(0)
-        spec = dtensor_spec(mesh, placement, layout.shape, layout.dtype)
-        new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
+def shard_rank(mesh: DeviceMesh) -> int:
+    """Which of a parameter's parts this rank owns."""
+    return mesh.get_local_rank(mesh.ndim - 1)
+
+
+def sharded(layout: Layout, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """The DTensor of which this rank holds `local`: the rows that `shard_rank` says, or the whole where it's replicated."""
+    placements = (*[Replicate()] * (mesh.ndim - 1), Replicate() if layout.replicated else Shard(0))
+    return make_dtensor(local, dtensor_spec(mesh, placements, layout.shape, layout.dtype))
+
+
+def shard_parameters(
+    model: nn.Module, layouts: list[Layout], mesh: DeviceMesh, device: torch.device, shards: dict[int, torch.Tensor] | None = None
+) -> None:
+    """Replace every parameter by `nn.Parameter(DTensor)`, one at a time, under all its names; each whole one is given up at once.
+
+    Args:
+        shards: parts that are there already, by the parameter's number: those of parameters on the meta device.
+    """
+    rank, shards = shard_rank(mesh), shards or {}
+    entries = unique_parameters(model)
+    for index, layout in enumerate(layouts):
+        param, owners = entries[index]
+        entries[index] = None  # type: ignore[call-overload]  # or the list would keep every whole parameter to the end
+        local = shards.pop(index, None)
+        if local is None:
+            local = shard_of(layout, param.detach(), rank, device)
+        new = nn.Parameter(sharded(layout, local, mesh), requires_grad=param.requires_grad)
         new.__dict__.update({k: v for k, v in param.__dict__.items() if k not in new.__dict__})
         for owner in owners:
             module = owner.module
@@ -183,10 +235,12 @@ class ToLocal(torch.autograd.Function):
     """From the DTensor parameters that the user sees to the plain shards that the graphs work on, and gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, changed: Callable[[list[int]], None], *params: DTensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, changed: Callable[[list[int]], None], finish: Callable[[list[int]], dict[int, torch.Tensor]], *params: DTensor
+    ) -> tuple[torch.Tensor, ...]:
         # autograd itself would not notice a shard that was changed between forward and backward: [Note: versions of shards]
         ctx.changed, ctx.params, ctx.versions = changed, params, [version(p) for p in params]
-        ctx.specs = [p._spec for p in params]
+        ctx.specs, ctx.finish = [p._spec for p in params], finish
         ctx.set_materialize_grads(False)
         return tuple(p._local_tensor.detach() for p in params)
 
@@ -200,4 +254,6 @@ class ToLocal(torch.autograd.Function):
         changed = [i for i, (p, before) in enumerate(zip(ctx.params, ctx.versions)) if version(p) != before]
         if changed:
             ctx.changed(changed)
-        return (None, *(None if g is None else make_dtensor(g, spec) for g, spec in zip(grads, ctx.specs)))
+        more = ctx.finish(list(range(len(grads))))
+        summed = [more.get(i) if g is None else g + more[i] if i in more else g for i, g in enumerate(grads)]
+        return (None, None, *(None if g is None else make_dtensor(g, spec) for g, spec in zip(summed, ctx.specs)))

@@ -3,8 +3,9 @@
 It follows the definitions at the top of `ir.py`, takes what is held from `replay.py`, and shares no code with the passes.
 
     compute   | s0 | s1 |    exposed    |o| s2 |            o: busy_us, booked where a gather is waited for
-    gather         ^launch [==== b ====]^wait                  and where a reduction is launched
-    reduce
+    gather         ^launch [==== b ====]^wait
+    reduce                                                     and where a reduction or an all-reduce is launched
+    all_reduce
 
 Each channel is a queue, first in, first out, beside compute. Every microsecond until the finish is one of three things: a step that
 runs, a launch's overhead, or compute that waits for a collective, which is what is called exposed. What the figures assume: steps
@@ -44,6 +45,7 @@ class Channel:
 CHANNELS = (
     Channel("gather", "all_gather", "wait", "wait", "num_bytes", "gather"),
     Channel("reduce", "reduce_scatter", "wait_reduce", "reduce_scatter", "grad_bytes", "reduce"),
+    Channel("all_reduce", "all_reduce", "wait_all_reduce", "all_reduce", "across_bytes", "all_reduce"),
 )
 
 
@@ -85,7 +87,7 @@ class Moment(NamedTuple):
         instruction: None while a step runs.
         parameters: gathered parameters, from all_gather to release.
         packing: packing buffers of what has not arrived yet.
-        gradients: unreduced gradients, and what arrives from other ranks while their reduction is in flight.
+        gradients: unreduced gradients, and what arrives from other ranks while their reduction or their all-reduce is in flight.
         activations: `Step.other_bytes`.
         shards: `Program.static_bytes`.
     """
@@ -245,4 +247,11 @@ class _Clock:
         self.now = max(self.now, end_us)
 
 
-__all__ = ["CHANNELS", "Channel", "Moment", "Simulation", "Span", "StepTime", "simulate"]
+def channels_of(schedule: Schedule) -> tuple[Channel, ...]:
+    """The channels that the schedule has use for: without replicas nothing is all-reduced, by a right schedule at least."""
+    across = CHANNELS[-1]
+    used = schedule.program.replicas > 1 or any(i.kind in (across.launch, across.wait) for i in schedule.instructions)
+    return CHANNELS if used else CHANNELS[:-1]
+
+
+__all__ = ["CHANNELS", "Channel", "Moment", "Simulation", "Span", "StepTime", "channels_of", "simulate"]

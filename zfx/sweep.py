@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from .errors import InfeasibleBudget
 from .estimate import Estimate, estimate, fits, least
@@ -91,3 +93,26 @@ def find_world_size(
         middle = (low + high) // 2
         low, high = (low, middle) if works(middle * node_size) else (middle, high)
     return Fewest(high * node_size, largest())
+
+
+def draw(answer: Mapping[str, Any], path: Path) -> None:
+    """What `zfx plan --sweep` prints, as a picture. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    points = sorted((row["memory"]["total_bytes"] / 1e9, row["time"]["step_us"] / 1e6, row["fits"]) for row in answer["points"])
+    axes.step([x for x, _, _ in points], [y for _, y, _ in points], where="post", color="tab:blue", alpha=0.6)
+    for wanted, color, label in ((True, "tab:blue", "fits"), (False, "tab:red", "does not fit")):
+        chosen = [(x, y) for x, y, fits in points if fits == wanted]
+        if chosen:
+            axes.plot(*zip(*chosen), "o", color=color, label=label)
+    room = answer["device_bytes"] * (1 - answer["margin"]) / 1e9
+    axes.axvline(room, color="grey", linestyle="--", label=f"{answer['device']}, less {answer['margin']:.0%}")
+    compute_us = answer["points"][0]["time"]["compute_us"]
+    axes.axhline(compute_us / 1e6, color="grey", linestyle=":", label="compute alone")
+    axes.set_xlabel("peak memory of a rank with optimizer state (GB)")
+    axes.set_ylabel("predicted time of an optimizer step (s)")
+    axes.set_title(f"{answer['target']}\n{answer['world_size']:,} x {answer['device']}, {answer['network']}")
+    axes.legend()
+    figure.savefig(path)

@@ -52,7 +52,7 @@ def print_plan(answer: Mapping[str, Any]) -> None:
     console, memory, clock = _console(), answer["memory"], answer["time"]
     parameters = answer["parameters"]
     console.print(f"{answer['target']}: {parameters['count']:,} parameters with {parameters['elements']:,} elements")
-    console.print(f"on {answer['world_size']:,} ranks; costs: {answer['costs']}")
+    console.print(f"on {answer['world_size']:,} ranks{_replicas(answer)}; costs: {answer['costs']}")
     bounds = [f"{name}={value:,}" for name, value in answer["limits"].items() if value is not None and value < 2**62]
     console.print(f"limits: {', '.join(bounds)}\n")
     if not answer["fits"]:
@@ -93,6 +93,9 @@ def print_plan(answer: Mapping[str, Any]) -> None:
     table = _table("", "bytes", "busy", "buckets")
     table.add_row("gathered", _bytes(volume["gathered_bytes"]), text.human_time(clock["gather_us"]), f"{buckets['all_gather']:,}")
     table.add_row("reduced", _bytes(volume["reduced_bytes"]), text.human_time(clock["reduce_us"]), f"{buckets['reduce_scatter']:,}")
+    if answer["replicas"] > 1:
+        busy = text.human_time(clock["all_reduce_us"])
+        table.add_row("all-reduced", _bytes(volume["all_reduced_bytes"]), busy, f"{buckets['reduce_scatter']:,}")
     table.add_row("kept across the turn", _bytes(kept["bytes"]), "", "")
     console.print(table)
 
@@ -105,9 +108,14 @@ def print_plan(answer: Mapping[str, Any]) -> None:
     console.print(table)
 
 
+def _replicas(answer: Mapping[str, Any]) -> str:
+    replicas = answer["replicas"]
+    return f", {replicas:,} replicas of {answer['world_size'] // replicas:,}" if replicas > 1 else ""
+
+
 def print_sweep(answer: Mapping[str, Any]) -> None:
     console = _console()
-    console.print(f"{answer['target']} on {answer['world_size']:,} x {answer['device']}, {answer['network']}")
+    console.print(f"{answer['target']} on {answer['world_size']:,} x {answer['device']}{_replicas(answer)}, {answer['network']}")
     console.print(f"{answer['optimizer']}\n")
     table = _table("budget", "peak", "with optimizer", "step time", "exposed", "gathered", "kept", "time/bound", "fits")
     for row in answer["points"]:
@@ -134,7 +142,7 @@ def print_costs(costs: CostModel, path: Path) -> None:
         table.add_row(
             rate.kind, text.human_time(rate.overhead_us), f"{rate.flops_per_us * 1e6:.2e}", f"{rate.bytes_per_us * 1e6:.2e}"
         )
-    for name, link in (("all-gather", costs.gather), ("reduce-scatter", costs.reduce)):
+    for name, link in (("all-gather", costs.gather), ("reduce-scatter", costs.reduce), ("all-reduce", costs.all_reduce)):
         table.add_row(name, text.human_time(link.latency_us), "", f"{link.bytes_per_us * 1e6:.2e}")
     console.print(table)
     console.print(f"\nwrote {path}")
@@ -186,3 +194,26 @@ def _print_names(console: Console, names: Sequence[str], most: int, mark: str = 
         console.print(f"  {mark} {text.printable(name)}", soft_wrap=True)
     if len(names) > most:
         console.print(f"  {mark} and {len(names) - most:,} more")
+
+
+def print_checkpoint(answer: Mapping[str, Any], most: int | None) -> None:
+    console = _console()
+    saved = "not written by zfx"
+    if answer["step"] is not None:
+        saved = f"step {answer['step']:,}, saved by {answer['world_size']:,} ranks"
+    console.print(f"{text.printable(answer['path'])}: {saved}{', verified' if answer['verified'] else ''}")
+    console.print(
+        f"model {answer['num_elements']:,} elements, {_bytes(answer['model_bytes'])}; "
+        f"optimizer {_bytes(answer['optimizer_bytes'])}\n"
+    )
+    table = _table("tensor", "shape", "dtype", "bytes", "pieces", "optimizer")
+    found = answer["tensors"]
+    for row in found if most is None else found[:most]:
+        name = row["name"] + (f" = {', '.join(row['aliases'])}" if row["aliases"] else "")
+        shape = " x ".join(f"{n:,}" for n in row["shape"]) or "scalar"
+        table.add_row(
+            text.printable(name), shape, row["dtype"], _bytes(row["num_bytes"]), str(row["num_pieces"]), ", ".join(row["optimizer"])
+        )
+    console.print(table)
+    if most is not None and len(found) > most:
+        console.print(f"and {len(found) - most:,} more; --full shows them")

@@ -37,6 +37,7 @@ _COSTS = st.builds(
     _LINKS,
     launch_us=st.sampled_from([0.0, 1.0]),
     pack_threshold_bytes=st.sampled_from([0, 20, 1000]),
+    all_reduce=_LINKS,
 )
 
 
@@ -59,6 +60,7 @@ def programs(
     costs: CostModel | None = None,
     windows: Sequence[Window] = ("only",),
     uniform: bool | None = False,
+    replicas: Sequence[int] = (1,),
 ) -> Program:
     """A forward, and mostly a turn and a backward; any step reads anything, and gradients complete anywhere in the backward.
 
@@ -69,14 +71,17 @@ def programs(
         costs: these costs. Default: any of `costs()`.
         windows: which places among micro-batches to draw from, for programs with a backward; others are "only".
         uniform: what `Program.uniform` is; None: either.
+        replicas: how many replicas there may be, of two ranks each.
     """
+    num_replicas = draw(st.sampled_from(replicas))
     least = 2 if busy else 0
     size_of = st.integers(1, 12) if busy else _SMALL
     trained_or_not = st.just(True) if busy else st.booleans()
     shape = st.tuples(size_of, st.sampled_from([2, 4]), trained_or_not, st.integers(0, 2))
     shapes = draw(st.lists(shape, min_size=least, max_size=max_parameters))
+    across = [draw(st.integers(0, 3 * size)) if trained and num_replicas > 1 else 0 for size, _, trained, _ in shapes]
     parameters = tuple(
-        Parameter(f"p{i}", size, size * width, size * width if trained else 0, max(0, size - padding))
+        Parameter(f"p{i}", size, size * width, size * width if trained else 0, max(0, size - padding), across[i])
         for i, (size, width, trained, padding) in enumerate(shapes)
     )
     indices = st.integers(0, max(len(shapes) - 1, 0))
@@ -95,12 +100,13 @@ def programs(
     return Program(
         parameters,
         tuple(steps),
-        world_size=2,
+        world_size=2 * num_replicas,
         escapes=tuple(f"p{i}" for i in escapes),
         static_bytes=draw(_SMALL),
         costs=costs or draw(_COSTS),
         uniform=draw(st.booleans()) if uniform is None else uniform,
         window=draw(st.sampled_from(windows)) if has_backward else "only",
+        replicas=num_replicas,
     )
 
 
@@ -144,7 +150,9 @@ def problems(draw: st.DrawFn, *, with_budget: bool | None = None, **options: obj
 # -------------------------------------------------------------------------------------------------- programs for exact numbers
 
 
-def chain(n: int, *, size: int = 10, duration_us: float = 50.0, costs: CostModel | None = None, repeat: int = 1) -> Program:
+def chain(
+    n: int, *, size: int = 10, duration_us: float = 50.0, costs: CostModel | None = None, repeat: int = 1, replicas: int = 1
+) -> Program:
     """n equal layers: layer i reads parameter i in the forward and, in reverse order, in the backward.
 
     forward  p0 p1 ... pn-1  | turn |  backward  pn-1 ... p1 p0
@@ -152,8 +160,10 @@ def chain(n: int, *, size: int = 10, duration_us: float = 50.0, costs: CostModel
     Args:
         size: elements of each parameter, of 4 bytes each.
         repeat: steps that each layer takes, in the forward and in the backward.
+        replicas: of two ranks each.
     """
-    parameters = tuple(Parameter(f"p{i}", size, 4 * size, 4 * size) for i in range(n))
+    across = 2 * size if replicas > 1 else 0
+    parameters = tuple(Parameter(f"p{i}", size, 4 * size, 4 * size, across_bytes=across) for i in range(n))
     steps = [
         Step(f"f{i}.{k}", "forward", "op", (f"p{i}",), (), 8, duration_us, duration_us)
         for i in range(n)
@@ -164,7 +174,7 @@ def chain(n: int, *, size: int = 10, duration_us: float = 50.0, costs: CostModel
         for k in range(repeat):
             done = (f"p{i}",) if k == repeat - 1 else ()
             steps.append(Step(f"b{i}.{k}", "backward", "op", (f"p{i}",), done, 8, duration_us, duration_us))
-    return Program(parameters, tuple(steps), world_size=2, costs=costs or CostModel())
+    return Program(parameters, tuple(steps), world_size=2 * replicas, costs=costs or CostModel(), replicas=replicas)
 
 
 # ----------------------------------------------------------------------------------------------------- what must hold
@@ -199,7 +209,7 @@ def _accounts(schedule: Schedule) -> Iterator[tuple[str, bool]]:
     yield "a step starts before the one before it ends", all(t.start_us >= end for t, end in zip(result.steps, starts))
     lasting = all(_same(time.end_us - time.start_us, step.duration_us) for time, step in zip(result.steps, steps))
     yield "a step does not last as long as the program says", lasting
-    for kind in ("all_gather", "reduce_scatter"):
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         spans = [span for span in result.spans if span.kind == kind]
         free = [0.0, *(span.end_us for span in spans)]
         in_turn = all(span.start_us >= max(span.launch_us, end) for span, end in zip(spans, free))
@@ -237,7 +247,9 @@ def bytes_needed(program: Program) -> list[int]:
         other = 0 if last else program.steps[t + 1].other_bytes
         escaped = sum(sizes[name].num_bytes for name in program.escapes if any(name in s.reads for s in program.steps[: t + 1]))
         completed = [sizes[name].grad_bytes for name in step.completes]
+        across = [sizes[name].across_bytes for name in step.completes]
         exchange = max((sum(completed[i:]) + completed[i] for i in range(len(completed))), default=0)
+        exchange = max((exchange, *(sum(completed[i + 1 :]) + across[i] for i in range(len(across)))))
         at = min(t + 1, len(program.steps) - 1)
         needed[at] = max(needed[at], program.static_bytes + other + escaped + exchange)
     return needed

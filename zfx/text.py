@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from .certificate import Certificate, certify
-from .ir import Instruction, Parameter, Schedule
+from .ir import Instruction, Parameter, Program, Schedule
 from .limits import Limits
 from .replay import replay
-from .simulate import Moment, simulate
+from .simulate import CHANNELS, Channel, Moment, channels_of, simulate
 
 WIDTH = 120
 _NO_LIMIT = 2**31
 _NAME_WIDTHS = (40, 30, 24, 18, 14)
+_PLURALS = {"gather": "gathers", "reduce": "reductions", "all_reduce": "all-reduces"}
 _MARK = {"forward": "fwd", "turn": "turn", "backward": "bwd"}
 
 
@@ -84,12 +85,12 @@ def report(schedule: Schedule) -> str:
         ranks                4
     """
     program, simulation, certificate = schedule.program, simulate(schedule), certify(schedule)
-    gathers, reductions = _traffic(schedule, "all_gather"), _traffic(schedule, "reduce_scatter")
+    gathers, reductions, across = (_traffic(schedule, channel) for channel in CHANNELS)
     phases = [s.phase for s in program.steps]
     limit = schedule.limits.max_live_parameters
     peak = max((state.num_elements for state in replay(schedule)), default=0)
     rows = {
-        "ranks": f"{program.world_size:,}",
+        "ranks": f"{program.world_size:,}{_replicas(program)}",
         "steps": f"{phases.count('forward'):,} forward, {phases.count('backward'):,} backward",
         "parameters": _parameters(schedule),
         "gathered peak": _peak(schedule),
@@ -100,9 +101,11 @@ def report(schedule: Schedule) -> str:
         "kept": _kept(schedule),
         "gathers": _moved(gathers),
         "reductions": _moved(reductions),
+        **({"all-reduces": _moved(across)} if program.replicas > 1 else {}),
         "mean bucket": f"{_mean(gathers)} gathered, {_mean(reductions)} reduced",
-        "communication": f"{human_time(gathers.duration_us + reductions.duration_us)} estimated: "
-        f"gathers {human_time(gathers.duration_us)}, reductions {human_time(reductions.duration_us)}",
+        "communication": f"{human_time(gathers.duration_us + reductions.duration_us + across.duration_us)} estimated: "
+        f"gathers {human_time(gathers.duration_us)}, reductions {human_time(reductions.duration_us)}"
+        + (f", all-reduces {human_time(across.duration_us)}" if program.replicas > 1 else ""),
         "step time": f"{human_time(simulation.finish_us)} estimated: compute {human_time(simulation.compute_us)}, "
         f"launches {human_time(simulation.overhead_us)}, exposed communication {human_time(simulation.exposed_us)}",
         "certificate": f"time {_of_bound(certificate.time_ratio, certificate.time_binds)}",
@@ -172,15 +175,27 @@ def _clip(line: str, full: bool) -> str:
     return line if full or len(line) <= WIDTH else line[: WIDTH - 3] + " .."
 
 
-def _traffic(schedule: Schedule, kind: str) -> _Traffic:
-    sizes = {p.name: p.num_bytes if kind == "all_gather" else p.grad_bytes for p in schedule.program.parameters}
-    launches = [i for i in schedule.instructions if i.kind == kind]
+def _traffic(schedule: Schedule, channel: Channel) -> _Traffic:
+    sizes = {p.name: getattr(p, channel.size) for p in schedule.program.parameters}
+    launches = [i for i in schedule.instructions if i.kind == channel.launch]
     names = [name for i in launches for name in i.parameters]
     volumes = [sum(sizes.get(name, 0) for name in i.parameters) for i in launches]
-    costs = schedule.program.costs
-    cost_us = costs.gather_us if kind == "all_gather" else costs.reduce_us
-    duration_us = sum(map(cost_us, volumes))
+    duration_us = sum(map(getattr(schedule.program.costs, channel.link).us, volumes))
     return _Traffic(len(names), len(names) - len(set(names)), len(launches), sum(volumes), duration_us)
+
+
+def ranks_of(program: Program) -> str:
+    """How many ranks, and how they share the parameters.
+
+    Example:
+        >>> ranks_of(Program((), (), world_size=8)), ranks_of(Program((), (), world_size=8, replicas=2))
+        ('8 ranks', '8 ranks (2 replicas of 4)')
+    """
+    return _plural(program.world_size, "rank") + _replicas(program)
+
+
+def _replicas(program: Program) -> str:
+    return f" ({program.replicas:,} replicas of {program.num_shards:,})" if program.replicas > 1 else ""
 
 
 def _plural(count: int, noun: str) -> str:
@@ -249,11 +264,10 @@ def _header(schedule: Schedule) -> list[str]:
     limits = schedule.limits
     changed = [f"{f.name}={getattr(limits, f.name):,}" for f in fields(Limits) if getattr(limits, f.name) != f.default]
     return [
-        f"zfx schedule: {_plural(schedule.program.world_size, 'rank')}, {_plural(len(schedule.program.steps), 'step')}",
+        f"zfx schedule: {ranks_of(schedule.program)}, {_plural(len(schedule.program.steps), 'step')}",
         f"parameters   {_parameters(schedule)}",
         f"limits       {', '.join(changed) or 'defaults'}",
-        f"gathers      {_moved(_traffic(schedule, 'all_gather'))}",
-        f"reductions   {_moved(_traffic(schedule, 'reduce_scatter'))}",
+        *(f"{_PLURALS[c.name]:<12} {_moved(_traffic(schedule, c))}" for c in channels_of(schedule)),
         f"peak         {_peak(schedule)}",
         f"kept         {_kept(schedule)}",
         f"certificate  {_certified(certify(schedule))}",
@@ -329,8 +343,8 @@ def _phrase(schedule: Schedule, instruction: Instruction, name_width: int) -> st
     bucket = "?" if instruction.bucket is None else instruction.bucket
     if instruction.kind == "wait":
         return f"wait {bucket}"
-    if instruction.kind == "wait_reduce":
-        return f"wait reduce {bucket}"
+    if instruction.kind in ("wait_reduce", "all_reduce", "wait_all_reduce"):
+        return f"{instruction.kind.replace('_', ' ')} {bucket}"
     packed = packed_members(schedule, instruction)
     direct = [n for n in instruction.parameters if n not in set(packed)]
     names = shorten((direct or packed or ("nothing",))[0], name_width)

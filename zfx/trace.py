@@ -3,7 +3,7 @@
     thread phase      | forward                                   | turn | backward ...
     thread compute    | launch gather 0 | wait gather 0 | step | step | release ...
     thread gather           |        gather 0       |                 arrows: launch -> collective -> wait
-    thread reduce
+    thread reduce, and all_reduce if there are replicas
     counter memory    parameters, packing, gradients, activations, shards, total, in bytes, one row each
 
 Times are in microseconds, in whole nanoseconds: Perfetto multiplies what it reads by 1000 and cuts off the rest, so each number
@@ -21,16 +21,19 @@ from typing import Any
 from .certificate import certify
 from .ir import Instruction, Schedule, Step
 from .reasons import Collective, Story, finite, tell
+from .simulate import CHANNELS, channels_of
 from .text import printable
 
-THREADS = {"phase": 1, "compute": 2, "gather": 3, "reduce": 4}
+THREADS = {"phase": 1, "compute": 2, "gather": 3, "reduce": 4, "all_reduce": 5}
 _SHORT = {
     "all_gather": "launch gather",
     "wait": "wait gather",
     "reduce_scatter": "launch reduce",
     "wait_reduce": "wait reduce",
+    "all_reduce": "launch all_reduce",
+    "wait_all_reduce": "wait all_reduce",
 }
-_CHANNELS = {"all_gather": "gather", "reduce_scatter": "reduce"}
+_CHANNELS = {channel.launch: channel.name for channel in CHANNELS}
 _PID = 1
 
 
@@ -54,6 +57,7 @@ def to_trace(schedule: Schedule) -> str:
         "otherData": {
             "format": "zfx.trace",
             "world_size": schedule.program.world_size,
+            "replicas": schedule.program.replicas,
             "costs": printable(schedule.program.costs.source),
             "finish_us": story.simulation.finish_us,
             "exposed_us": story.simulation.exposed_us,
@@ -70,7 +74,7 @@ def to_trace(schedule: Schedule) -> str:
 def _names(schedule: Schedule) -> Iterator[dict[str, Any]]:
     ranks = schedule.program.world_size
     yield _event("M", "process_name", 0, "phase", args={"name": f"zfx schedule, each of {ranks} rank{'' if ranks == 1 else 's'}"})
-    for order, thread in enumerate(THREADS):
+    for order, thread in enumerate(("phase", "compute", *(channel.name for channel in channels_of(schedule)))):
         yield _event("M", "thread_name", 0, thread, args={"name": thread})
         yield _event("M", "thread_sort_index", 0, thread, args={"sort_index": order})
 

@@ -21,8 +21,12 @@ from .replay import arriving, bucket_of, leaving, replay, walk
 Finding = tuple[str, int | None, str | None]
 Rule = Callable[[Schedule], Iterator[Finding]]
 
-_LAUNCHES = {"all_gather": "wait", "reduce_scatter": "wait_reduce"}
-_BUCKET_KIND = {kind: launch for launch, wait in _LAUNCHES.items() for kind in (launch, wait)}
+_LAUNCHES = {"all_gather": "wait", "reduce_scatter": "wait_reduce", "all_reduce": "wait_all_reduce"}
+_BUCKET_KIND = {
+    "all_gather": "all_gather", "wait": "all_gather",
+    "reduce_scatter": "reduce_scatter", "wait_reduce": "reduce_scatter",
+    "all_reduce": "reduce_scatter", "wait_all_reduce": "reduce_scatter",
+}  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------- rules: the form of a schedule
@@ -231,7 +235,10 @@ def turn(schedule: Schedule) -> Iterator[Finding]:
                 for name in sorted(live ^ set(schedule.kept)):
                     yield f"{name!r} is {'live' if name in live else 'not live'} at the turn, against `kept`", index, name
         elif event.kind in _LAUNCHES:
-            launched[event.bucket] = point <= index
+            side = launched.setdefault(event.bucket, point <= index)
+            if side != (point <= index):
+                member = next(iter(event.parameters), None)
+                yield f"bucket {event.bucket} is launched before the turn and all-reduced at point {point}", point, member
             for name in event.parameters if event.kind == "all_gather" and point > index else ():
                 if name in kept:
                     yield f"{name!r} is kept over the turn and gathered again at point {point}", point, name
@@ -268,6 +275,28 @@ def reduced_after_completion(schedule: Schedule) -> Iterator[Finding]:
             for name in event.parameters:
                 if complete.get(name, -1) >= point:
                     yield f"the gradient of {name!r} is reduced at point {point}, complete after step {complete[name]}", point, name
+
+
+def averaged_over_replicas(schedule: Schedule) -> Iterator[Finding]:
+    """With replicas every reduction has one all-reduce, launched once it has arrived, and waited for. Without, none has."""
+    stages = ("reduce_scatter", "wait_reduce", "all_reduce", "wait_all_reduce")
+    across = schedule.program.replicas > 1
+    stage: dict[int | None, int] = defaultdict(int)  # how many of them each bucket has gone through
+    for instruction in schedule.instructions:
+        if instruction.kind not in stages[0 if across else 2 :]:
+            continue
+        what = f"{instruction.kind} of bucket {instruction.bucket}"
+        name = next(iter(instruction.parameters), None)
+        if not across:
+            yield f"{what}, but there are no replicas", instruction.point, name
+        elif stages.index(instruction.kind) != stage[instruction.bucket]:
+            missing = stages[stage[instruction.bucket]] if stage[instruction.bucket] < 4 else "nothing"
+            yield f"{what} where {missing} is due", instruction.point, name
+        else:
+            stage[instruction.bucket] += 1
+    for bucket in schedule.buckets if across else ():
+        if bucket.kind == "reduce_scatter" and stage[bucket.index] < len(stages):
+            yield f"bucket {bucket.index}: {stages[stage[bucket.index]]} never runs", None, next(iter(bucket.parameters), None)
 
 
 # ---------------------------------------------------------------------------------------------------------- rules: limits
@@ -398,14 +427,15 @@ def happens_before(schedule: Schedule) -> Iterator[Finding]:
 
     Each stream runs in order, so what an event has seen of a stream is one number: how far it had got (a vector clock). The
     gather stream writes parameters that compute reads and frees; the reduce stream reads gradients that compute writes, and
-    that compute frees at `wait_reduce`.
+    that compute frees at `wait_reduce`. It writes shards of gradients, which the all-reduce stream adds up in their place.
     """
-    clock = {"compute": [0, 0, 0], "gather": [0, 0, 0], "reduce": [0, 0, 0]}  # seen of compute, gather, reduce
-    ended: dict[int | None, list[int]] = {}
+    lanes = {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 3}
+    clock = {lane: [0, 0, 0, 0] for lane in range(4)}  # seen of compute (lane 0) and of each collective's stream
+    ended: dict[tuple[str, int | None], list[int]] = {}
     written: dict[str, int] = {}  # parameter -> its gather's place on the gather stream
     taken: dict[str, int] = {}  # gradient -> its reduction's place on the reduce stream
     completed: dict[str, int] = {}  # gradient -> the compute event that wrote it
-    compute = clock["compute"]
+    compute = clock[0]
     for point, event in walk(schedule):
         compute[0] += 1
         if isinstance(event, Step):
@@ -417,18 +447,22 @@ def happens_before(schedule: Schedule) -> Iterator[Finding]:
                 if taken.get(name, 0) > compute[2]:
                     yield f"step {point} writes the gradient of {name!r} while its reduction may still read it", point, name
         elif event.kind in _LAUNCHES:
-            stream = clock["gather" if event.kind == "all_gather" else "reduce"]
-            lane = 1 if event.kind == "all_gather" else 2
+            lane = lanes[event.kind]
+            stream = clock[lane]
             stream[:] = [max(pair) for pair in zip(stream, compute)]
             stream[lane] += 1
-            ended.setdefault(event.bucket, list(stream))
-            (written if lane == 1 else taken).update(dict.fromkeys(event.parameters, stream[lane]))
+            ended.setdefault((_LAUNCHES[event.kind], event.bucket), list(stream))
+            for name in event.parameters if lane == 3 else ():
+                if taken.get(name, 0) > stream[2]:
+                    yield f"all_reduce at point {point} adds up the shard of {name!r} while its reduction may write it", point, name
+            if lane < 3:
+                (written if lane == 1 else taken).update(dict.fromkeys(event.parameters, stream[lane]))
         else:
             if event.kind != "release":
-                compute[:] = [max(pair) for pair in zip(compute, ended.get(event.bucket, compute))]
+                compute[:] = [max(pair) for pair in zip(compute, ended.get((event.kind, event.bucket), compute))]
             lane, users = (2, taken) if event.kind == "wait_reduce" else (1, written)
-            for name in event.parameters:
-                if event.kind != "wait" and users.get(name, 0) > compute[lane]:
+            for name in event.parameters if event.kind in ("release", "wait_reduce") else ():
+                if users.get(name, 0) > compute[lane]:
                     yield f"{event.kind} at point {point} frees {name!r} while a collective may use it", point, name
 
 
@@ -450,6 +484,7 @@ RULES: dict[str, Rule] = {
     "turn": turn,
     "reduced_once": reduced_once,
     "reduced_after_completion": reduced_after_completion,
+    "averaged_over_replicas": averaged_over_replicas,
     "max_live_parameters": max_live_parameters,
     "memory_budget": memory_budget,
     "bucket_size": bucket_size,

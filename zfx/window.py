@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .held import Held, Mode
 from .versions import Version, version
 
 Boxed = Callable[[list[Any]], Any]
@@ -37,11 +38,15 @@ class Window:
         self._names: tuple[str, ...] = ()
         self._values: list[torch.Tensor] = []
 
-    def enter(self, params: Sequence[Any]) -> None:
+    def enter(self, params: Sequence[Any], waiting: bool) -> None:
         """A call begins with these DTensor parameters. A new window starts if one was changed since the last call, or if gradients
-        of an earlier micro-batch were there and are gone: whoever clears them is done with that window."""
+        of an earlier micro-batch were there and are gone: whoever clears them is done with that window.
+
+        Args:
+            waiting: gradients of an earlier micro-batch are there, but not in `.grad` yet.
+        """
         versions = [version(p) for p in params]
-        cleared = self._num_backwards > 0 and all(p.grad is None for p in params)
+        cleared = self._num_backwards > 0 and not waiting and all(p.grad is None for p in params)
         if cleared or versions != self._versions:
             self._restart()
             self._versions = versions
@@ -80,13 +85,21 @@ def forward_runner(window: weakref.ref[Window], names: tuple[str, ...], cold: Bo
     return _boxed(run)
 
 
-def backward_runner(window: weakref.ref[Window], leaves: Boxed, drops: Boxed) -> Boxed:
+def backward_runner(
+    window: weakref.ref[Window] | None, held: weakref.ref[Held], backwards: Callable[[Mode, bool], Boxed]
+) -> Boxed:
+    """Runs the backward that is due.
+
+    Args:
+        backwards: by what is done with gradients, and whether it is the window's last.
+    """
+
     def run(args: list[Any]) -> Any:
-        open_window = window()
-        if open_window is None:  # the model is gone, its outputs are not
-            return drops(args)
-        grads = (drops if open_window.is_last() else leaves)(args)
-        open_window.count_backward()
+        waiting, open_window = held(), window() if window is not None else None
+        mode = "reduce" if waiting is None else waiting.mode()  # None: the model is gone, its outputs are not
+        grads = backwards(mode, open_window is None or open_window.is_last())(args)
+        if open_window is not None:
+            open_window.count_backward()
         return grads
 
     return _boxed(run)

@@ -1,12 +1,14 @@
 """The wire: how one bucket's bytes travel, on gloo and on NCCL. Everything here is even: every rank sends and receives the same.
 
 A wire moves flat tensors. `all_gather` fills `outs[i]`, shaped (world_size, n_i), from `ins[i]`, shaped (n_i,).
-`reduce_scatter` takes flat gradients and returns, for each, the mean over ranks of this rank's part: elements
-`[rank * n_i, (rank + 1) * n_i)`, fewer where the gradient ends before.
+`reduce_scatter` takes flat gradients and returns, for each, the sum over ranks of this rank's part, divided: elements
+`[rank * n_i, (rank + 1) * n_i)`, fewer where the gradient ends before. The divisor is the number of ranks, or of all ranks of all
+replicas: the all-reduce that follows then only adds. So a mean is divided once, and no sum of large 16-bit gradients overflows.
 
 [Note: gloo by send and receive] gloo's reduce_scatter is an all-reduce inside and moves twice the bytes, and its other
 collectives abort the process where ranks disagree. Both directions are therefore sends and receives between every pair of
-ranks: each byte is sent once, and partial sums are added in rank order, so that no bucketing changes a bit of the result.
+ranks: each byte is sent once, and partial sums are added in rank order, so that no bucketing changes a bit of the result. In an
+all-reduce of two ranks each sends the other everything; of more, each adds up one part for all: as few bytes as there can be.
 
 [Note: memory on a GPU] Every buffer is allocated on the compute stream at the launch. NCCL's own stream waits for an event
 recorded there at the launch, and `Pending.wait` makes the compute stream wait for the collective. A block freed later on the
@@ -40,16 +42,18 @@ class Wire(ABC):
 
     @abstractmethod
     def reduce_scatter(
-        self, grads: Sequence[torch.Tensor], sizes: Sequence[int], sums: Sequence[torch.dtype | None]
+        self, grads: Sequence[torch.Tensor], sizes: Sequence[int], sums: Sequence[torch.dtype | None], divisor: int
     ) -> Callable[[], list[torch.Tensor]]:
         """Launch; the callable returned waits and gives the parts. `grads` must stay alive and unchanged until then.
 
-        `sums`: what each mean is computed and returned in. None: returned in the gradient's own dtype.
+        `sums`: what each is added up, divided and returned in. None: returned in the gradient's own dtype.
         """
 
     @abstractmethod
-    def all_reduce(self, grads: Sequence[torch.Tensor], sums: Sequence[torch.dtype | None]) -> Callable[[], list[torch.Tensor]]:
-        """The mean over ranks of tensors that are not cut (0-dim parameters)."""
+    def all_reduce(
+        self, grads: Sequence[torch.Tensor], sums: Sequence[torch.dtype | None], divisor: int
+    ) -> Callable[[], list[torch.Tensor]]:
+        """The sum over ranks of flat tensors, divided, on every rank: of 0-dim parameters, and of shards over replicas."""
 
 
 class SendReceiveWire(Wire):
@@ -75,7 +79,7 @@ class SendReceiveWire(Wire):
         return lambda: _wait(works)
 
     def reduce_scatter(
-        self, grads: Sequence[torch.Tensor], sizes: Sequence[int], sums: Sequence[torch.dtype | None]
+        self, grads: Sequence[torch.Tensor], sizes: Sequence[int], sums: Sequence[torch.dtype | None], divisor: int
     ) -> Callable[[], list[torch.Tensor]]:
         works: list[Any] = []
         parts = []
@@ -84,28 +88,51 @@ class SendReceiveWire(Wire):
             received = {peer: torch.empty_like(own) for peer in self.peers}
             self._exchange(lambda peer, grad=grad, n=n: grad[peer * n : (peer + 1) * n], received.__getitem__, works)  # type: ignore[misc]
             parts.append({**received, self.rank: own})
-        return lambda: self._mean(works, parts, sums)
+        return lambda: self._added(works, parts, sums, divisor)
 
-    def all_reduce(self, grads: Sequence[torch.Tensor], sums: Sequence[torch.dtype | None]) -> Callable[[], list[torch.Tensor]]:
+    def all_reduce(
+        self, grads: Sequence[torch.Tensor], sums: Sequence[torch.dtype | None], divisor: int
+    ) -> Callable[[], list[torch.Tensor]]:
+        if self.world_size > 2:
+            return self._all_reduce_by_parts(grads, sums, divisor)
         works: list[Any] = []
         parts = []
         for grad in grads:
             received = {peer: torch.empty_like(grad) for peer in self.peers}
             self._exchange(lambda peer, grad=grad: grad, received.__getitem__, works)  # type: ignore[misc]
             parts.append({**received, self.rank: grad})
-        return lambda: self._mean(works, parts, sums)
+        return lambda: self._added(works, parts, sums, divisor)
 
-    def _mean(
-        self, works: list[Any], parts: list[dict[int, torch.Tensor]], sums: Sequence[torch.dtype | None]
+    def _all_reduce_by_parts(
+        self, grads: Sequence[torch.Tensor], sums: Sequence[torch.dtype | None], divisor: int
+    ) -> Callable[[], list[torch.Tensor]]:
+        sizes = [-(-grad.numel() // self.world_size) for grad in grads]
+        reduced = self.reduce_scatter(grads, sizes, sums, divisor)
+
+        def finish() -> list[torch.Tensor]:
+            works: list[Any] = []
+            parts = reduced()
+            wholes = [part.new_empty(grad.numel()) for part, grad in zip(parts, grads)]
+            for part, whole, n in zip(parts, wholes, sizes):
+                pieces = [whole[rank * n : (rank + 1) * n] for rank in range(self.world_size)]
+                self._exchange(lambda peer, part=part: part, pieces.__getitem__, works)  # type: ignore[misc]
+                pieces[self.rank].copy_(part)
+            _wait(works)
+            return wholes
+
+        return finish
+
+    def _added(
+        self, works: list[Any], parts: list[dict[int, torch.Tensor]], sums: Sequence[torch.dtype | None], divisor: int
     ) -> list[torch.Tensor]:
         _wait(works)
-        return [self._add_in_rank_order(part, dtype) for part, dtype in zip(parts, sums)]
+        return [self._add_in_rank_order(part, dtype, divisor) for part, dtype in zip(parts, sums)]
 
-    def _add_in_rank_order(self, part: dict[int, torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
+    def _add_in_rank_order(self, part: dict[int, torch.Tensor], dtype: torch.dtype | None, divisor: int) -> torch.Tensor:
         own = part[self.rank]
         dtype = dtype or own.dtype
         if self.world_size == 1:
-            return own.to(dtype)
+            return own.to(dtype) if divisor == 1 else own.to(_SUM_DTYPE.get(dtype, dtype)).div(divisor).to(dtype)
         wide = _SUM_DTYPE.get(dtype, dtype if dtype != own.dtype else None)
         if wide is not None:
             total = part[0].to(wide)
@@ -115,7 +142,7 @@ class SendReceiveWire(Wire):
             total = part[0]
         for rank in range(2 if wide is None and self.rank == 0 else 1, self.world_size):
             total.add_(part[rank])
-        return total.div_(self.world_size).to(dtype)
+        return total.div_(divisor).to(dtype)
 
 
 class CollectiveWire(Wire):
@@ -130,7 +157,7 @@ class CollectiveWire(Wire):
         return works.wait
 
     def reduce_scatter(
-        self, grads: Sequence[torch.Tensor], sizes: Sequence[int], sums: Sequence[torch.dtype | None]
+        self, grads: Sequence[torch.Tensor], sizes: Sequence[int], sums: Sequence[torch.dtype | None], divisor: int
     ) -> Callable[[], list[torch.Tensor]]:
         if not grads:
             return list
@@ -143,16 +170,23 @@ class CollectiveWire(Wire):
         def finish() -> list[torch.Tensor]:
             works.wait()
             ins.clear()
+            if divisor != self.world_size:  # the mean over these ranks is a part of the mean over all
+                _scale(outs, self.world_size / divisor)
             return [out[: max(0, min(n, grad.numel() - self.rank * n))] for out, grad, n in zip(outs, grads, sizes)]
 
         return finish
 
-    def all_reduce(self, grads: Sequence[torch.Tensor], sums: Sequence[torch.dtype | None]) -> Callable[[], list[torch.Tensor]]:
+    def all_reduce(
+        self, grads: Sequence[torch.Tensor], sums: Sequence[torch.dtype | None], divisor: int
+    ) -> Callable[[], list[torch.Tensor]]:
         outs = [grad.to(dtype or grad.dtype, copy=True) for grad, dtype in zip(grads, sums)]
-        works = [dist.all_reduce(_real(out), op=dist.ReduceOp.AVG, group=self.group, async_op=True) for out in outs]
+        op = dist.ReduceOp.SUM if divisor == 1 else dist.ReduceOp.AVG
+        works = [dist.all_reduce(_real(out), op=op, group=self.group, async_op=True) for out in outs]
 
         def finish() -> list[torch.Tensor]:
             _wait(works)
+            if divisor not in (1, self.world_size):
+                _scale(outs, self.world_size / divisor)
             return outs
 
         return finish
@@ -170,6 +204,11 @@ def _wait(works: list[Any]) -> None:
     for work in works:
         work.wait()
     works.clear()
+
+
+def _scale(tensors: list[torch.Tensor], factor: float) -> None:
+    if tensors:  # torch refuses to do nothing
+        torch._foreach_mul_(tensors, factor)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,15 @@
-"""`python -m tests.trouble [--world 2] [--limits released|default] [--engine zfx|fsdp2] [CASE ...]`: a table of how cases end."""
+"""`python -m tests.trouble [--world 2] [--limits released|default] [--engine zfx|fsdp2] [--write FILE] [CASE ...]`: a table."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections import Counter
+from pathlib import Path
 
 from .cases import REGISTRY, options_of
 from .runner import DEFAULT_LIMITS, Setting, problems, run_case
+from .table import write
 
 
 def main() -> int:
@@ -16,6 +18,7 @@ def main() -> int:
     parser.add_argument("--world", type=int, help="world size; each of the case's by default")
     parser.add_argument("--limits", choices=("released", "default"), default="released")
     parser.add_argument("--engine", choices=("zfx", "fsdp2"), default="zfx")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put what was run into this Markdown table")
     parser.add_argument("-v", "--verbose", action="store_true", help="print what each rank said, if it is not as expected")
     args = parser.parse_args()
     if unknown := set(args.cases) - REGISTRY.keys():
@@ -26,6 +29,8 @@ def main() -> int:
         worlds = (args.world,) if args.world else options_of(REGISTRY[case_id].build()[3])["world_sizes"]
         for world in worlds:
             report = run_case(case_id, world, Setting(args.engine, limits))
+            if args.write:
+                write(args.write, [report])
             wrong = problems(report)
             counts["as expected" if not wrong else f"NOT as expected ({report.end})"] += 1
             mark = "no " if wrong else "ok "

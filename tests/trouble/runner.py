@@ -64,7 +64,9 @@ def shard(model: nn.Module, setting: Setting, o: dict[str, Any]) -> None:
         import zfx
 
         offload = {"cpu_offload": True} if o["cpu_offload"] else {}
-        zfx.compile(model, dist.get_world_size(), limits=zfx.Limits(**dict(setting.limits)), timeout=setting.timeout_s, **offload)
+        leaves = {"leaf_modules": o["leaf_modules"](model)} if o["leaf_modules"] else {}
+        limits = zfx.Limits(**dict(setting.limits))
+        zfx.compile(model, dist.get_world_size(), limits=limits, timeout=setting.timeout_s, **offload, **leaves)
         return
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 

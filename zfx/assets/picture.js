@@ -10,7 +10,8 @@ const { steps, collectives, moments, parameters, lives, limits, totals, marks, c
 const numSteps = steps.name.length, numMoments = moments.time.length, numCollectives = collectives.bytes.length;
 const finish = Math.max(totals.finish_us, ...collectives.end.slice(-4), 0) || 1; // a row of nothing is a microsecond wide
 const PHASES = { f: "forward", t: "turn", b: "backward" };
-const LANES = ["phase", "compute", "gather", "reduce", "parameter"];
+const LANES = ["phase", "compute", ...data.channels, "parameter"];
+const LIFE = LANES.length - 1;
 const KINDS = {
   bytes: ["parameters", "packing", "gradients", "activations", "shards"],
   elements: ["parameters", "packing"],
@@ -22,15 +23,17 @@ const MEMORY = {
   },
   elements: { parameters: moments.live_elements, packing: moments.packing_elements },
 };
-const CHANNEL = { gather: [], reduce: [] }; // collectives in order of launch, which on one channel is the order of start
-for (let c = 0; c < numCollectives; c++) CHANNEL[collectives.kind[c] === "g" ? "gather" : "reduce"].push(c);
+const CHANNEL = { gather: [], reduce: [], all_reduce: [] }; // collectives in order of launch, which on one channel is the order of start
+const channelOf = (c) => ({ g: "gather", d: "reduce", a: "all_reduce" })[collectives.kind[c]];
+for (let c = 0; c < numCollectives; c++) CHANNEL[channelOf(c)].push(c);
 const stalls = collectives.exposed.map((us, c) => c).filter((c) => collectives.exposed[c] > 0)
   .sort((a, b) => collectives.wait[a] - collectives.wait[b]);
 
-const byParameter = parameters.name.map(() => ({ lives: [], completes: [], reductions: [] }));
+const byParameter = parameters.name.map(() => ({ lives: [], completes: [], reductions: [], averages: [] }));
 lives.forEach((life) => byParameter[life.parameter].lives.push(life));
 steps.completes.forEach((names, t) => names.forEach((p) => byParameter[p].completes.push(t)));
 CHANNEL.reduce.forEach((c) => collectives.members[c].forEach((p) => byParameter[p].reductions.push(c)));
+CHANNEL.all_reduce.forEach((c) => collectives.members[c].forEach((p) => byParameter[p].averages.push(c)));
 
 const state = { focus: null, selected: null, view: [0, finish], unit: "bytes", off: new Set(), pointer: null };
 
@@ -45,7 +48,7 @@ function after(row, value, get = (i) => row[i], length = row.length) {
 }
 const momentAt = (us) => Math.max(after(moments.time, us) - 1, 0);
 const total = (m) => KINDS.bytes.reduce((sum, kind) => sum + MEMORY.bytes[kind][m], 0);
-const collectiveName = (c) => `${collectives.kind[c] === "g" ? "gather" : "reduce"} ${collectives.bucket[c]}`;
+const collectiveName = (c) => `${channelOf(c).replace("_", " ")} ${collectives.bucket[c]}`;
 const stepName = (t) => `step ${t} ${steps.name[t]}`;
 const plural = (n, noun) => `${n.toLocaleString("en-US")} ${noun}${n === 1 ? "" : "s"}`;
 
@@ -58,7 +61,7 @@ function extent(item) {
 
 // All that happens to a parameter, in order of time.
 function events(p) {
-  const { lives: rows, completes, reductions } = byParameter[p], found = [];
+  const { lives: rows, completes, reductions, averages } = byParameter[p], found = [];
   const add = (time, what, color, item) => found.push({ time, what, color, item });
   for (const life of rows) {
     if (life.gather === null) add(0, "carried over from the micro-batch before", "gather", { kind: "moment", index: 0 });
@@ -71,10 +74,10 @@ function events(p) {
     if (life.end < numMoments) add(moments.time[life.end], `released, ${bytes(parameters.bytes[p])} free`, "turn", { kind: "moment", index: life.end });
   }
   for (const t of completes) add(steps.end[t], `gradient complete after ${stepName(t)}`, PHASES[steps.phase[t]], { kind: "step", index: t });
-  for (const c of reductions) {
+  for (const c of [...reductions, ...averages]) {
     const item = { kind: "collective", index: c };
-    add(collectives.launch[c], `${collectiveName(c)} is launched`, "reduce", item);
-    add(collectives.end[c], `${collectiveName(c)} arrives`, "reduce", item);
+    add(collectives.launch[c], `${collectiveName(c)} is launched`, channelOf(c), item);
+    add(collectives.end[c], `${collectiveName(c)} arrives`, channelOf(c), item);
   }
   return found.map((event, order) => ({ ...event, order })).sort((a, b) => a.time - b.time || a.order - b.order);
 }
@@ -213,7 +216,7 @@ const memoryFacts = (m) => [
   ["live elements", countNode(moments.live_elements[m] + moments.packing_elements[m])],
 ];
 function where(m) {
-  const point = moments.point[m], kind = { s: "during", g: "after a gather before", w: "after a wait before", r: "after a release before", d: "after a reduction is launched before", e: "after a reduction before" }[moments.kind[m]];
+  const point = moments.point[m], kind = { s: "during", g: "after a gather before", w: "after a wait before", r: "after a release before", d: "after a reduction is launched before", e: "after a reduction before", a: "after an all-reduce is launched before", f: "after an all-reduce before" }[moments.kind[m]];
   return point < numSteps ? `${kind} ${stepName(point)}` : `${kind.replace(/before$/, "after")} the last step`;
 }
 
@@ -230,6 +233,7 @@ function overviewSection() {
       ["launches", ...exactTimeNode(totals.overhead_us)], ["exposed", ...exactTimeNode(totals.exposed_us)],
       ["gathers", countNode(CHANNEL.gather.length)], ["gathered", ...exactByteNode(volume(CHANNEL.gather))],
       ["reductions", countNode(CHANNEL.reduce.length)], ["reduced", ...exactByteNode(volume(CHANNEL.reduce))],
+      ...(CHANNEL.all_reduce.length ? [["all-reduces", countNode(CHANNEL.all_reduce.length)], ["all-reduced", ...exactByteNode(volume(CHANNEL.all_reduce))]] : []),
       ["parameters", ...exactByteNode(sum(parameters.bytes))],
       ["max_live_parameters", countNode(limits.max_live_parameters)],
       ["memory_budget", ...(limits.memory_budget === null ? ["none"] : exactByteNode(limits.memory_budget))],
@@ -256,10 +260,10 @@ function selectedSection({ kind, index }) {
       h("h3", {}, "Held while it runs"), facts(memoryFacts(m)));
   }
   if (kind === "collective") {
-    const channel = collectives.kind[index] === "g" ? "gather" : "reduce", members = collectives.members[index];
+    const channel = channelOf(index), members = collectives.members[index];
     const waited = collectives.waited_at[index];
     return h("section", { id: "selected" },
-      h("h2", {}, tag(channel, channel === "gather" ? "all-gather" : "reduce-scatter"), h("span", {}, `bucket ${collectives.bucket[index]}`), close),
+      h("h2", {}, tag(channel, { gather: "all-gather", reduce: "reduce-scatter", all_reduce: "all-reduce" }[channel]), h("span", {}, `bucket ${collectives.bucket[index]}`), close),
       whyNode(collectives.why[index]),
       facts([
         ["bytes", ...exactByteNode(collectives.bytes[index])], ["launched", ...exactTimeNode(collectives.launch[index])],
@@ -268,7 +272,7 @@ function selectedSection({ kind, index }) {
         waited === null ? null : ["asked for", ...exactTimeNode(collectives.wait[index])], ["exposed", ...exactTimeNode(collectives.exposed[index])],
       ]),
       h("h3", {}, `${plural(members.length, "parameter")}${collectives.packed[index] ? `, ${collectives.packed[index]} packed` : ""}`),
-      names(members, channel === "gather" ? parameters.bytes : parameters.grad_bytes));
+      names(members, { gather: parameters.bytes, reduce: parameters.grad_bytes, all_reduce: parameters.across_bytes }[channel]));
   }
   const live = lives.filter((life) => life.first <= index && index < life.end).map((life) => life.parameter)
     .sort((a, b) => parameters.bytes[b] - parameters.bytes[a] || a - b);
@@ -312,7 +316,7 @@ let colors = {};
 function readColors() {
   const probe = h("span", { hidden: true });
   document.body.append(probe);
-  for (const name of ["paper", "panel", "line", "ink", "soft", "accent", "forward", "turn", "backward", "gather", "reduce", "exposed", "limit", "on", ...KINDS.bytes]) {
+  for (const name of ["paper", "panel", "line", "ink", "soft", "accent", "forward", "turn", "backward", "gather", "reduce", "all_reduce", "exposed", "limit", "on", ...KINDS.bytes]) {
     probe.style.color = `var(--${name})`;
     colors[name] = getComputedStyle(probe).color;
   }
@@ -360,7 +364,7 @@ function renderLanes(params, api) {
     rect(s.x(start), s.x(end), middle(0), 18, colors[name], 0.92);
     label(name, s.x(start), s.x(end), middle(0), colors.on);
   }
-  if (data.turn !== null) turnLine(s, line, middle(0) - BAND / 2, middle(4) + BAND / 2);
+  if (data.turn !== null) turnLine(s, line, middle(0) - BAND / 2, middle(LIFE) + BAND / 2);
   const first = Math.max(after(steps.start, s.from) - 1, 0), last = after(steps.start, s.to);
   bundle(s, first, last, (t) => steps.start[t], (t) => steps.end[t], (t) => steps.phase[t], (x0, x1, i, j) => {
     rect(x0 + gap(x0, x1), x1 - gap(x0, x1), middle(1), 20, colors[PHASES[steps.phase[i]]], dim);
@@ -375,7 +379,8 @@ function renderLanes(params, api) {
     rect(x0, x1, middle(1), 20, colors.exposed, 0.9);
     if (i === j) label(`waits for ${collectiveName(stallsSeen[i])}`, x0, x1, middle(1), colors.on);
   });
-  for (const [lane, channel] of [[2, "gather"], [3, "reduce"]]) {
+  for (let lane = 2; lane < LIFE; lane++) {
+    const channel = LANES[lane];
     const row = CHANNEL[channel], start = (i) => collectives.start[row[i]], end = (i) => collectives.end[row[i]];
     const from = Math.max(after(row, s.from, start) - 1, 0), to = after(row, s.to, start);
     bundle(s, from, to, start, end, (i) => isOf(row[i]), (x0, x1, i, j) => {
@@ -388,7 +393,7 @@ function renderLanes(params, api) {
       label(`${collectives.bucket[c]}${p === undefined ? "" : ` ${parameters.name[p]}`}${more > 0 ? ` +${more}` : ""}`, x0, x1, middle(lane), opacity < 1 ? colors.ink : colors.on);
     });
   }
-  if (focus) lifeLane(s, focus, middle(4), rect, label); else label("search a parameter to see its life here", s.left, s.right, middle(4), colors.soft);
+  if (focus) lifeLane(s, focus, middle(LIFE), rect, label); else label("search a parameter to see its life here", s.left, s.right, middle(LIFE), colors.soft);
   if (state.selected) outline(s, state.selected, middle, rect, line);
   return { type: "group", children };
 }
@@ -418,11 +423,11 @@ function lifeLane(s, focus, y, rect, label) {
 function outline(s, { kind, index }, middle, rect, line) {
   if (kind === "moment") {
     const x = s.x(moments.time[index]);
-    line([[x, middle(0) - BAND / 2], [x, middle(4) + BAND / 2]], colors.accent);
+    line([[x, middle(0) - BAND / 2], [x, middle(LIFE) + BAND / 2]], colors.accent);
   } else if (kind === "step") {
     rect(s.x(steps.start[index]), s.x(steps.end[index]), middle(1), 22, null, 1, colors.accent);
   } else {
-    const lane = collectives.kind[index] === "g" ? 2 : 3, y = middle(lane);
+    const y = middle(LANES.indexOf(channelOf(index)));
     const launch = s.x(collectives.launch[index]), start = s.x(collectives.start[index]), end = s.x(collectives.end[index]);
     rect(start, end, y, 22, null, 1, colors.accent);
     line([[launch, middle(1) + 11], [launch, y], [start, y]], colors.accent, 1.5);
@@ -659,11 +664,11 @@ function pick(x, y) {
     if (stall !== undefined) return { kind: "collective", index: stall };
     return nearest(steps.start, (i) => steps.start[i], (i) => steps.end[i], (index) => ({ kind: "step", index }));
   }
-  if (lane === 2 || lane === 3) {
+  if (lane > 1 && lane < LIFE) {
     const row = CHANNEL[LANES[lane]];
     return nearest(row, (i) => collectives.start[row[i]], (i) => collectives.end[row[i]], (i) => ({ kind: "collective", index: row[i] }));
   }
-  if (lane === 4 && state.focus !== null) {
+  if (lane === LIFE && state.focus !== null) {
     const life = byParameter[state.focus].lives.find((one) => moments.time[one.first] <= us + near && us - near <= (one.end < numMoments ? moments.time[one.end] : finish));
     return life ? { kind: "life", index: state.focus, life } : null;
   }

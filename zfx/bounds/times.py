@@ -16,6 +16,7 @@ def times_of(schedule: Schedule, events: list[Event], measures: list[Measure], v
     costs, rest = schedule.program.costs, Rest(schedule, events)
     num_buckets, num_bytes = max(volume.num_buckets, default=0), max(volume.num_bytes, default=0.0)
     compute_us = costs.launch_us * (num_buckets + rest.num_buckets[0]) + (num_bytes + rest.num_bytes[0]) / costs.busy_bytes_per_us
+    compute_us += rest.across_busy_us
     for event in events:
         compute_us += event.duration_us if event.step is not None else 0.0
     row = row_of(events, costs, volume, rest)
@@ -23,7 +24,8 @@ def times_of(schedule: Schedule, events: list[Event], measures: list[Measure], v
     return {
         "compute": compute_us,
         "gather channel": transfer_us(costs.gather, num_buckets, num_bytes),
-        "reduce channel": rest.us(0),
+        "reduce channel": rest.reduce_us(0),
+        **({"all-reduce channel": rest.across_us(0)} if schedule.program.replicas > 1 else {}),
         "first gather + compute + last reduction": in_a_row(row, volume, rest, costs),
         "critical path": longest_path(row, [], volume, rest, costs),
         "critical path under the limits": longest_path(bare, detours_of(schedule, events, measures, rest), volume, rest, costs),

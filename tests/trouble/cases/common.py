@@ -84,6 +84,7 @@ DEFAULTS: dict[str, Any] = dict(
     between=None,  # between(model, step, rank) -> tensors to compare ("probe")
     clip_norm=None,  # global grad-norm clip before the optimizer step
     loss_scale=None,  # dict(init, backoff, growth, growth_interval): dynamic scaling
+    leaf_modules=None,  # leaf_modules(model) -> modules that are compiled as leaves
     engines=None,  # names of children that are compiled as separate models
     reload_at=None,  # save at the start of this step, reload into a new job ...
     reload_world=None,  # ... whose world size is reload_world(old_world)

@@ -1,0 +1,57 @@
+"""Where sharded parameters meet code that is not the model's own call: what torch's DTensor lacks there, and what it should say.
+
+    model.encode(x)                  a shard meets a plain tensor: an error that says what to do instead of "mixed torch.Tensor ..."
+    set_detect_anomaly(True)         asks of each gradient whether it has a NaN: an operator that DTensor has no rule for
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from .errors import LoopError
+
+
+@functools.cache
+def learn_operators() -> None:
+    """Teach DTensor what it has no rule for. Once a process."""
+    operator = getattr(torch.ops.aten, "_is_any_true", None)
+    if operator is not None:
+        register_sharding(operator.default)(_any_true)
+
+
+def _any_true(x: Any) -> list[tuple[list[Any], list[Any]]]:
+    """True anywhere: the largest of the ranks' answers."""
+    return [([Replicate()], [Replicate()]), *(([Partial("max")], [Shard(dim)]) for dim in range(len(x.shape)))]
+
+
+def explained_methods(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """The methods that a model's own class defines, but its forward, with an error of ours where they meet shards."""
+    found = {name: m for name, m in vars(base).items() if isinstance(m, types.FunctionType) and not name.startswith("__")}
+    return {name: _explained(name, method) for name, method in found.items() if name != "forward"}
+
+
+def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise LoopError(
+                f"{name}() of a compiled model reads parameters outside the model's own call, where they are shards (DTensors). "
+                f"Run it as `{name} = model.zfx.function(lambda model, *args: model.{name}(*args))`, which is captured and planned "
+                "as the forward is; whole values without gradients are those of `with model.zfx.gathered(...)`"
+            ) from error
+
+    return call
