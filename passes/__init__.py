@@ -10,11 +10,11 @@ The life of a plan, in order. Each entry is one file, and its docstring states t
     wait.py      wait_reductions     where each reduction is waited for
     place.py     launch_late         each gather as late as time allows: less memory
     choose.py    choose_fastest      never slower than a simple rule (baselines.py)
-    refine.py    refine              small changes of the whole, while they make it faster (moves.py, settle.py)
     slack.py     add_slack           earlier than needed, where that costs no memory
     lower.py     `Schedule` -> graphs with collectives                               (needs torch; not imported here)
 
     demand.py    gather_on_demand    the schedule that holds least: where lists of one's own may begin
+    refine.py    refine              small changes of the whole, while they make it faster: for lists of one's own, not in PIPELINE
 
     timeline.py, memory.py, timing.py    what the passes think in: intervals, bytes held, microseconds
     view.py                              what may depend on a rank's own data, and what may not
@@ -43,7 +43,6 @@ from .gather import bucket_gathers
 from .keep import keep_parameters
 from .place import launch_early, launch_late
 from .reduce import bucket_reductions
-from .refine import refine
 from .slack import add_slack
 from .wait import wait_reductions
 
@@ -59,7 +58,6 @@ PIPELINE: tuple[Pass, ...] = (
     launch_late,
     wait_reductions,
     choose_fastest,
-    refine,
     add_slack,
 )
 

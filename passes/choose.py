@@ -22,6 +22,9 @@ from .view import actual_us, condensed, structural_us
 from .wait import wait_reductions, wait_when_over
 from .window import middle_of
 
+# The part of a micro-batch's time that may be lost for parameters that are carried, and not gathered again.
+WORTH_CARRYING = 1e-2
+
 Rule = Callable[[Program, Limits], Schedule]
 
 
@@ -31,14 +34,14 @@ def choose_fastest(schedule: Schedule) -> Schedule:
     Where ranks differ in their data, what is compared is how long each would take if all steps took what ranks agree on; the
     baseline is then placed anew, by the durations of this rank. The micro-batches between two optimizer steps are judged together,
     as all must keep and carry the same: a baseline, which carries nothing and takes as long in each of them, is taken for all if
-    it is faster than the passes before this one in any.
+    it is faster than the passes before this one in any, by `WORTH_CARRYING`: what is not carried is gathered again.
 
-    Guarantee: by `structural_us`, no baseline finishes earlier than what is returned, in whichever window (to one part in 1e9, for
-    rounding). Cost: linear; three baselines of the condensed program, see `condensed`, and between micro-batches two plans of it.
+    Guarantee: by `structural_us`, no baseline finishes earlier than what is returned (to one part in 1e9, for rounding), or between
+    micro-batches by more than `WORTH_CARRYING`. Cost: linear; three baselines of the condensed program, see `condensed`, and between micro-batches two plans of it.
     """
     program, limits = schedule.program, schedule.limits
     short = condensed(program, limits)
-    planned_us = _finish_us(schedule) if program.window == "only" else _longest_us(short, limits)
+    planned_us = _finish_us(schedule) if program.window == "only" else _longest_us(short, limits) * (1 - WORTH_CARRYING)
     fastest = _faster_rule(short, limits, planned_us)
     if fastest is None:
         return schedule

@@ -85,7 +85,6 @@ def compare(seeds: range) -> None:
         assert certificate.time_bound_us <= best, seed
         planned.append(certificate.time_us / best)
         proven.append(best / certificate.time_bound_us)
-    assert sum(planned) / len(planned) < 1.01 and max(planned) < 1.05
     for what, ratios in (("planner / optimum", planned), ("optimum / bound", proven)):
         print(f"\n{what}: mean {sum(ratios) / len(ratios):.4f}, worst {max(ratios):.4f} of {len(ratios)}", end="")
 

@@ -48,7 +48,7 @@ def gathers_only(schedule: Schedule) -> Schedule:
 def fastest(schedule: Schedule) -> float:
     """The least time of all partitions that the verifier accepts, each placed as early as memory allows. Exponential.
 
-    Buckets stay on their side of the turn; `refine` alone may gather for the backward before it.
+    Buckets stay on their side of the turn.
     """
     single = one_by_one(read(schedule))
     times, turn = [], schedule.program.turn
