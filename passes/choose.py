@@ -37,7 +37,8 @@ def choose_fastest(schedule: Schedule) -> Schedule:
     it is faster than the passes before this one in any, by `WORTH_CARRYING`: what is not carried is gathered again.
 
     Guarantee: by `structural_us`, no baseline finishes earlier than what is returned (to one part in 1e9, for rounding), or between
-    micro-batches by more than `WORTH_CARRYING`. Cost: linear; three baselines of the condensed program, see `condensed`, and between micro-batches two plans of it.
+    micro-batches by more than `WORTH_CARRYING`. Cost: linear; three baselines of the condensed program, see `condensed`, and
+    between micro-batches two plans of it.
     """
     program, limits = schedule.program, schedule.limits
     short = condensed(program, limits)
