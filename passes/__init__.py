@@ -14,10 +14,12 @@ The life of a plan, in order. Each entry is one file, and its docstring states t
     lower.py     `Schedule` -> graphs with collectives                               (needs torch; not imported here)
 
     demand.py    gather_on_demand    the schedule that holds least: where lists of one's own may begin
+    refine.py    refine              small changes of the whole, while they make it faster: for lists of one's own, not in PIPELINE
 
     timeline.py, memory.py, timing.py    what the passes think in: intervals, bytes held, microseconds
     view.py                              what may depend on a rank's own data, and what may not
     select.py, partition.py              what to hold on to; how to cut a row into buckets
+    settle.py, moves.py                  where a given structure stands best; what refining may try next
     window.py                            the micro-batches between two optimizer steps
     duration.py, nodes.py                what extract.py and lower.py ask of a captured node   (need torch)
 

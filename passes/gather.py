@@ -59,11 +59,14 @@ def merged(timeline: Timeline, runs: Sequence[tuple[int, int]]) -> Timeline:
 
 def packed(timeline: Timeline) -> Timeline:
     """Small members share one packing buffer, where there are two of them in a bucket, and room for it where it is waited for."""
+    threshold = timeline.program.costs.pack_threshold_bytes
+    rows = [tuple(i for i in gather.members if i.parameter.num_bytes < threshold) for gather in timeline.gathers]
+    if all(len(small) < 2 for small in rows):
+        return timeline
     elements = list((element_room(timeline) - gathered_elements(timeline)).during)
     num_bytes = list(bytes_left(timeline, gathered_bytes, gradient_bytes).during)
     gathers = []
-    for gather in timeline.gathers:
-        small = tuple(i for i in gather.members if i.parameter.num_bytes < timeline.program.costs.pack_threshold_bytes)
+    for gather, small in zip(timeline.gathers, rows):
         pack_elements = sum(i.parameter.num_elements for i in small)
         pack_bytes = sum(i.parameter.num_bytes for i in small)
         if len(small) > 1 and pack_elements <= elements[gather.wait] and pack_bytes <= num_bytes[gather.wait]:

@@ -20,7 +20,7 @@ from math import inf
 
 from zfx.ir import Parameter
 
-from .timeline import Timeline, completions_of, reduction_events
+from .timeline import Event, Timeline, agenda, completions_of, reduction_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +67,50 @@ def _held(timeline: Timeline, size: Callable[[Parameter], int]) -> Profile:
 
 def gradient_bytes(timeline: Timeline) -> Profile:
     """Bytes of unreduced gradients, and of what arrives from the other ranks while a reduction or an all-reduce is in flight."""
-    events, reductions = reduction_events(timeline), timeline.reductions
+    events = reduction_events(timeline)
     completed = [sum(p.grad_bytes for p in gradients) for gradients in completions_of(timeline.program)]
     before, during, held = [], [], 0
     for point in range(len(completed) + 1):
         peak = held
-        for kind, number in events.get(point, ()):
-            if kind == "reduce_scatter":
-                held += reductions[number].num_bytes
-            elif kind == "wait_reduce":
-                held -= 2 * reductions[number].num_bytes
-            else:
-                held += reductions[number].across_bytes if kind == "all_reduce" else -reductions[number].across_bytes
+        for event in events.get(point, ()):
+            held += _more_gradient_bytes(timeline, event)
             peak = max(peak, held)
         before.append(peak)
         if point < len(completed):
             held += completed[point]
             during.append(held)
     return Profile(tuple(before), tuple(during))
+
+
+def _more_gradient_bytes(timeline: Timeline, event: Event) -> int:
+    kind, index = event
+    reduction = timeline.reductions[index]
+    if kind == "reduce_scatter":
+        return reduction.num_bytes
+    if kind == "wait_reduce":
+        return -2 * reduction.num_bytes
+    return reduction.across_bytes if kind == "all_reduce" else -reduction.across_bytes
+
+
+def peak_bytes(timeline: Timeline) -> int:
+    """The most bytes that are held at any moment, gathers that are launched ahead of reductions included."""
+    program, rows, gathered = timeline.program, agenda(timeline), gathered_bytes(timeline)
+    completed = [sum(p.grad_bytes for p in gradients) for gradients in completions_of(program)]
+    peak = gradients = 0
+    for point, before in enumerate(gathered.before):
+        other = program.steps[point].other_bytes if point < len(program.steps) else 0
+        here = int(before) + other
+        peak = max(peak, here + gradients)
+        for kind, index in rows.get(point, ()):
+            if kind == "all_gather":
+                here += timeline.gathers[index].num_bytes + timeline.gathers[index].packing_bytes
+            elif kind != "wait":
+                gradients += _more_gradient_bytes(timeline, (kind, index))
+            peak = max(peak, here + gradients)
+        if point < len(program.steps):
+            gradients += completed[point]
+            peak = max(peak, int(gathered.during[point]) + other + gradients)
+    return program.static_bytes + peak
 
 
 def byte_room(timeline: Timeline) -> Profile:

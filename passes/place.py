@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zfx.ir import Schedule
+from zfx.ir import Kind, Schedule
 
 from .memory import bytes_left, element_room, gathered_bytes, gathered_elements, gradient_bytes
-from .timeline import Event, Gather, Timeline, read, reduction_events, turn_of, with_launches, write
+from .timeline import Event, Gather, Timeline, agenda, read, turn_of, with_launches, write
 from .timing import simulate
 from .view import actual_us
 
@@ -85,6 +85,8 @@ def _longest_prefixes(timeline: Timeline) -> list[int]:
 
     def shrink(max_elements: float, max_bytes: float) -> None:
         nonlocal count, total_elements, total_bytes
+        if num_steps and (max_elements < 0 or max_bytes < 0):
+            raise ValueError("what is held besides gathers does not fit the limits")
         while count and (total_elements > max_elements or total_bytes > max_bytes):
             count -= 1
             total_elements -= elements[count]
@@ -132,62 +134,63 @@ def launch_late(schedule: Schedule) -> Schedule:
     O(steps + gathers * log(steps)).
     Reference: Hutchinson, Sanders, Vitter, *Duality between prefetching and queued writing with parallel disks*, 2005.
     """
-    timeline = read(schedule)
-    return write(with_launches(timeline, latest_launches(timeline)))
+    return write(launched_late(read(schedule), actual_us(schedule.program)))
 
 
-def latest_launches(timeline: Timeline) -> list[int]:
-    """The point of each gather's launch in `launch_late`."""
-    program, costs, gathers = timeline.program, timeline.program.costs, timeline.gathers
-    durations_us = actual_us(program)
-    times = simulate(timeline, durations_us)
+def launched_late(timeline: Timeline, durations_us: Sequence[float]) -> Timeline:
+    """`launch_late` on a timeline, for the durations given."""
+    costs, gathers, rows, num_steps = timeline.program.costs, timeline.gathers, agenda(timeline), len(durations_us)
+    times, reductions = simulate(timeline, durations_us), _ReductionTails(timeline)
     deadline = times.finish_us * (1 + 1e-9)
-    reductions = _ReductionTails(timeline)
-    launches = [g.launch for g in gathers]
+    launches = [gather.launch for gather in gathers]
     moved: dict[int, list[float]] = defaultdict(list)  # by launch point: transfer and tail of the gathers moved there
-    index, latest = len(gathers), len(program.steps)
-    queue_tail = 0.0  # the longest path from the start of the next transfer in the queue to the finish
-    tail = reductions.pass_point(len(program.steps) + 1, 0.0)  # the longest path from compute, here, to the finish
-    for point in range(len(program.steps), -1, -1):
-        if point < len(program.steps):
+    queue_tails: dict[int, float] = {}  # of gathers, from the start of the transfer to the finish
+    latest, queue_tail = num_steps, 0.0  # queue_tail: the longest path from the start of the next transfer to the finish
+    tail = 0.0  # the longest path from compute, here, to the finish
+    for point in range(num_steps + 1, -1, -1):
+        if point < num_steps:
             tail += durations_us[point]
-        while index and gathers[index - 1].wait == point:
-            index -= 1
+        row = rows.get(point, [])
+        while row and row[-1][0] == "wait":
+            index = row.pop()[1]
             tail += costs.busy_us(gathers[index].num_bytes)
             queue_tail = costs.gather_us(gathers[index].num_bytes) + max(queue_tail, tail)
             latest = min(latest, point)
             in_time = bisect_right(times.launch_us, deadline - queue_tail, hi=latest + 1) - 1
-            latest = launches[index] = max(launches[index], in_time)
-            moved[latest].append(queue_tail)
-        if point in moved:
-            tail = max(tail, *moved[point])
-        tail = reductions.pass_point(point, tail)
-    return launches
+            if in_time > launches[index]:
+                launches[index] = in_time
+                moved[in_time].append(queue_tail)
+            queue_tails[index] = queue_tail
+            latest = launches[index] - (gathers[index].ahead > 0 and launches[index] == gathers[index].launch)
+        tail = max([tail, *moved.get(point, ())])
+        for kind, index in reversed(row):
+            if kind != "all_gather":
+                tail = reductions.pass_event(kind, index, tail)
+            elif launches[index] == point:
+                tail = max(tail, queue_tails[index])
+    late = (g if launches[i] == g.launch else replace(g, launch=launches[i], ahead=0) for i, g in enumerate(gathers))
+    return replace(timeline, gathers=tuple(late))
 
 
 class _ReductionTails:
-    """Longest paths to the finish that lead through reductions, taken point by point from the last to the first."""
+    """Longest paths to the finish that lead through reductions, taken event by event from the last to the first."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._costs, self._reductions = timeline.program.costs, timeline.reductions
-        self._events = reduction_events(timeline)
         self._ends: dict[Event, float] = {}  # the longest path from where each is waited for to the finish
         self._queue_tails = {"reduce_scatter": 0.0, "all_reduce": 0.0}
 
-    def pass_point(self, point: int, tail: float) -> float:
-        """From the tail of compute after this point's reductions to the tail before them."""
+    def pass_event(self, kind: Kind, index: int, tail: float) -> float:
+        """From the tail of compute after what is done for a reduction to the tail before it."""
         costs = self._costs
-        for kind, number in reversed(self._events.get(point, ())):
-            if kind in ("wait_reduce", "wait_all_reduce"):
-                self._ends[kind, number] = tail
-                continue
-            reduction = self._reductions[number]
-            if kind == "reduce_scatter":
-                num_bytes, wait = reduction.num_bytes, self._ends["wait_reduce", number]
-                took_us = costs.reduce_us(num_bytes)
-            else:
-                num_bytes, wait = reduction.across_bytes, self._ends["wait_all_reduce", number]
-                took_us = costs.all_reduce_us(num_bytes)
-            self._queue_tails[kind] = took_us + max(wait, self._queue_tails[kind])
-            tail = costs.busy_us(num_bytes) + max(tail, self._queue_tails[kind])
-        return tail
+        if kind in ("wait_reduce", "wait_all_reduce"):
+            self._ends[kind, index] = tail
+            return tail
+        if kind == "reduce_scatter":
+            num_bytes, end = self._reductions[index].num_bytes, self._ends["wait_reduce", index]
+            took_us = costs.reduce_us(num_bytes)
+        else:
+            num_bytes, end = self._reductions[index].across_bytes, self._ends["wait_all_reduce", index]
+            took_us = costs.all_reduce_us(num_bytes)
+        self._queue_tails[kind] = took_us + max(end, self._queue_tails[kind])
+        return costs.busy_us(num_bytes) + max(tail, self._queue_tails[kind])

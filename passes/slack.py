@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from zfx.ir import Schedule
 
-from .memory import bytes_left, gathered_bytes, gradient_bytes
-from .place import earliest_launches, latest_launches
-from .timeline import Timeline, read, with_launches, write
+from .memory import peak_bytes
+from .place import earliest_launches, launched_late
+from .timeline import Timeline, read, reduction_events, with_launches, write
 from .view import actual_us
 from .wait import wait_when_over
 
@@ -33,24 +33,30 @@ def add_slack(schedule: Schedule) -> Schedule:
     for later, as they are launched where their reductions are waited for. Cost: linear, but for `launch_late`'s logarithm.
     """
     timeline = read(schedule)
-    program, limits, peak_bytes = timeline.program, timeline.limits, _peak_bytes(timeline)
+    program, limits, peak = timeline.program, timeline.limits, peak_bytes(timeline)
     slow = replace(
         timeline,
         program=replace(program, costs=program.costs.on_slower_links(_SLOWDOWN)),
-        limits=replace(limits, memory_budget=peak_bytes),
+        limits=replace(limits, memory_budget=peak),
     )
     slow = wait_when_over(with_launches(slow, earliest_launches(slow)), actual_us(program))
-    launches = [min(gather.launch, point) for gather, point in zip(timeline.gathers, latest_launches(slow))]
+    slow = launched_late(slow, actual_us(program))
+    launches = [min(gather.launch, late.launch) for gather, late in zip(timeline.gathers, slow.gathers)]
     # At each moment those in flight are the youngest few, as many as either the one or the other has: both of which fit.
     reductions = tuple(
         replace(r, wait=max(r.wait, s.wait) if program.replicas == 1 else r.wait, done=max(r.done, s.done))
         for r, s in zip(timeline.reductions, slow.reductions)
     )
-    relaxed = with_launches(replace(timeline, reductions=reductions), launches)
-    return write(relaxed) if _peak_bytes(relaxed) <= peak_bytes else schedule
+    relaxed = _as_far_ahead(timeline, with_launches(replace(timeline, reductions=reductions), launches))
+    return write(relaxed) if peak_bytes(relaxed) <= peak else schedule
 
 
-def _peak_bytes(timeline: Timeline) -> int:
-    budget = 1  # any number will do: how far it is overdrawn is what is asked
-    left = bytes_left(replace(timeline, limits=replace(timeline.limits, memory_budget=budget)), gathered_bytes, gradient_bytes)
-    return budget - int(min((*left.before, *left.during)))
+def _as_far_ahead(before: Timeline, after: Timeline) -> Timeline:
+    """Gathers that stay at their point are launched ahead of the same reductions and waits, as far as those stay there too."""
+    then, now, gathers = reduction_events(before), reduction_events(after), []
+    for old, gather in zip(before.gathers, after.gathers):
+        if old.ahead and gather.launch == old.launch:
+            row, behind = now[gather.launch], set(then[gather.launch][-old.ahead :])
+            gather = replace(gather, ahead=next((len(row) - i for i, event in enumerate(row) if event in behind), 0))
+        gathers.append(gather)
+    return replace(after, gathers=tuple(gathers))

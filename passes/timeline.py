@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from zfx.ir import Bucket, Instruction, Kind, Limits, Parameter, Program, Schedule
 
@@ -37,13 +38,14 @@ class Gather:
     """Intervals that are launched together at point `launch` and waited for together at point `wait`.
 
     `wait` is at most the first read of any member, and of any member of a later gather: the channel is first in, first out.
-    Those in `packed` travel in one packing buffer.
+    Those in `packed` travel in one packing buffer. It is launched `ahead` of so many of what reductions do at its point; 0: last.
     """
 
     members: tuple[Interval, ...]
     launch: int
     wait: int
     packed: tuple[Interval, ...] = ()
+    ahead: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +65,8 @@ class Reduction:
     """Gradients whose reduction is launched together at point `launch` and waited for at point `wait`.
 
     Where there are replicas, its all-reduce over them is launched right after that wait, and waited for at point `done`. If that
-    is the same point, nothing comes between; `len(steps) + 1` is after everything else that happens after the last step.
+    is the same point, nothing comes between; `len(steps) + 1` is after everything else that happens after the last step. Without
+    replicas, `done` is `wait`.
     """
 
     members: tuple[Parameter, ...]
@@ -88,7 +91,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A schedule by parameter. Gathers stand in launch order, reductions in launch order, which is completion order.
+    """A schedule by parameter. Gathers and reductions stand in the order in which they are launched.
 
     `carried` are the intervals that began in an earlier micro-batch: live from point 0, and never gathered here.
     """
@@ -147,12 +150,17 @@ def read(schedule: Schedule) -> Timeline:
     owner: dict[str, int | None] = dict.fromkeys(schedule.carried) if arrives else {}  # name -> the bucket that brought it
     carried = tuple(owner)
     last: dict[tuple[int | None, str], int] = {}
+    seen: dict[int, int] = defaultdict(int)  # by point, what reductions have done there so far
+    behind: dict[int, int] = {}  # by gather, how much of that stands before it
     for instruction in schedule.instructions:
+        if instruction.kind in ("reduce_scatter", "wait_reduce", "all_reduce", "wait_all_reduce"):
+            seen[instruction.point] += 1
         if instruction.bucket is None:
             last.update({(owner[name], name): instruction.point - 1 for name in instruction.parameters})
         elif instruction.kind in ("all_gather", "reduce_scatter"):
             launches[instruction.bucket] = instruction.point
             if instruction.kind == "all_gather":
+                behind[instruction.bucket] = seen[instruction.point]
                 owner.update(dict.fromkeys(instruction.parameters, instruction.bucket))
         elif instruction.kind in ("wait", "wait_reduce"):
             waits[instruction.bucket] = instruction.point
@@ -164,7 +172,8 @@ def read(schedule: Schedule) -> Timeline:
             for name in bucket.parameters:
                 first = reads[name][bisect_left(reads[name], launch)]
                 members.append(Interval(parameters[name], first, last.get((bucket.index, name), num_steps)))
-            gathers.append(Gather(tuple(members), launch, wait, tuple(i for i in members if i.parameter.name in packed)))
+            together = tuple(i for i in members if i.parameter.name in packed)
+            gathers.append(Gather(tuple(members), launch, wait, together, seen[launch] - behind[bucket.index]))
         else:
             gradients = tuple(parameters[name] for name in bucket.parameters)
             small = tuple(p for p in gradients if p.name in packed)
@@ -187,85 +196,92 @@ def _done(schedule: Schedule) -> dict[int | None, int]:
     return found
 
 
-Event = tuple[Kind, int]  # an instruction, and the number of the reduction that it is for
+Event = tuple[Kind, int]  # an instruction, and the index of the gather or reduction that it is for
 
 
-def reduction_events(timeline: Timeline) -> dict[int, list[Event]]:
-    """What happens to reductions at each point, in order; at `len(steps) + 1` what comes last of all. See `write`."""
-    sections: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    across = timeline.program.replicas > 1
-    for number, reduction in enumerate(timeline.reductions):
-        launch, wait, done = reduction.launch, reduction.wait, reduction.done
-        sections[launch, 2].append(("reduce_scatter", number))
-        section = sections[wait, 2 if wait == launch else 1]
-        section.append(("wait_reduce", number))
-        if across:
-            section.append(("all_reduce", number))
-            (section if done == wait else sections[done, 0]).append(("wait_all_reduce", number))
-    found: dict[int, list[Event]] = defaultdict(list)
-    for point, section_number in sorted(sections):
-        found[point] += sections[point, section_number]
-    return found
-
-
-def write(timeline: Timeline) -> Schedule:
-    """The timeline as instructions.
+def agenda(timeline: Timeline) -> dict[int, list[Event]]:
+    """By point, what is done there besides releasing, in order; at `len(steps) + 1` what comes last of all.
 
     The order at a point is the one that holds least. What frees comes first, what allocates last:
 
         release  ->  wait_reduce  ->  reduce_scatter (each with its wait_reduce, if that is due here)  ->  all_gather  ->  wait
 
-    `release` stands before `wait_reduce` because it never blocks; launches stand before `wait` so that the next
-    bucket is in the queue while this one is waited for. With replicas, `all_reduce` follows on its `wait_reduce`, and so does its
-    `wait_all_reduce` if that is due here; one that was launched at an earlier point is waited for right after the releases. Those
-    that nothing waits for before the end come last of all, so that no launch stands behind them.
+    but for gathers that are launched `ahead`, which gives the channel more time where there is room for it. `release` stands before
+    `wait_reduce` because it never blocks; launches stand before `wait` so that the next bucket is in the queue while this one is
+    waited for. With replicas, `all_reduce` follows on its `wait_reduce`, and so does its `wait_all_reduce` if that is due here; one
+    that was launched at an earlier point is waited for right after the releases. Those that nothing waits for before the end come
+    last of all, so that no launch stands behind them.
     """
+    rows = reduction_events(timeline)
+    for index, gather in enumerate(timeline.gathers):
+        row = rows[gather.launch]
+        row.insert(len(row) - gather.ahead, ("all_gather", index))
+    for index, gather in enumerate(timeline.gathers):
+        rows[gather.wait].append(("wait", index))
+    return rows
+
+
+def reduction_events(timeline: Timeline) -> dict[int, list[Event]]:
+    """What of the `agenda` is done for reductions."""
+    sections: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    across = timeline.program.replicas > 1
+    for index, reduction in enumerate(timeline.reductions):
+        launch, wait, done = reduction.launch, reduction.wait, reduction.done
+        sections[launch, 2].append(("reduce_scatter", index))
+        section = sections[wait, 2 if wait == launch else 1]
+        section.append(("wait_reduce", index))
+        if across:
+            section.append(("all_reduce", index))
+            (section if done == wait else sections[done, 0]).append(("wait_all_reduce", index))
+    rows: dict[int, list[Event]] = defaultdict(list)
+    for point, section_number in sorted(sections):
+        rows[point] += sections[point, section_number]
+    return rows
+
+
+def write(timeline: Timeline) -> Schedule:
+    """The timeline as instructions: at each point the releases, and then what `agenda` says."""
     program = timeline.program
     num_steps, turn = len(program.steps), turn_of(program)
-    buckets: list[Bucket] = []
-    sections: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
+    rows: dict[int, list[Instruction]] = defaultdict(list)
+    gathers = [tuple(i.parameter.name for i in gather.members) for gather in timeline.gathers]
+    reductions = [tuple(p.name for p in reduction.members) for reduction in timeline.reductions]
+    packs = [*(tuple(i.parameter.name for i in g.packed) for g in timeline.gathers)]
+    packs += [tuple(p.name for p in r.packed) for r in timeline.reductions]
+    kinds: list[Literal["all_gather", "reduce_scatter"]] = ["all_gather"] * len(gathers)
+    kinds += ["reduce_scatter"] * len(reductions)
+    buckets = tuple(Bucket(*row) for row in zip(range(len(kinds)), kinds, (*gathers, *reductions), packs))
+    for point, events in sorted(agenda(timeline).items()):
+        at = min(point, num_steps)
+        for kind, index in events:
+            bucket = buckets[index if kind in ("all_gather", "wait") else len(gathers) + index]
+            rows[at].append(Instruction(kind, at, bucket.parameters, bucket.index))
     released: dict[int, list[str]] = defaultdict(list)
-
-    def put(section: int, kind: Kind, point: int) -> None:
-        sections[point, section].append(Instruction(kind, point, buckets[-1].parameters, buckets[-1].index))
-
-    for gather in timeline.gathers:
-        names = tuple(i.parameter.name for i in gather.members)
-        buckets.append(Bucket(len(buckets), "all_gather", names, tuple(i.parameter.name for i in gather.packed)))
-        put(3, "all_gather", gather.launch)
-        put(4, "wait", gather.wait)
-    first = len(buckets)
-    for reduction in timeline.reductions:
-        names = tuple(p.name for p in reduction.members)
-        buckets.append(Bucket(len(buckets), "reduce_scatter", names, tuple(p.name for p in reduction.packed)))
-    for point, events in reduction_events(timeline).items():
-        at, section = (point, 1) if point <= num_steps else (num_steps, 5)
-        for kind, number in events:
-            bucket = buckets[first + number]
-            sections[at, section].append(Instruction(kind, at, bucket.parameters, bucket.index))
     kept: set[str] = set()
     carried = {interval.parameter.name for interval in timeline.carried}
     escapes = set(program.escapes)
-    for interval in (*timeline.carried, *timeline.intervals):
+    arrivals = [(0, interval) for interval in timeline.carried]
+    arrivals += [(gather.wait, interval) for gather in timeline.gathers for interval in gather.members]
+    for arrival, interval in arrivals:
         name = interval.parameter.name
         if interval.last < num_steps:
             released[interval.last + 1].append(name)
         elif name not in escapes:
             carried.add(name)
-        if turn < num_steps and interval.first <= turn <= interval.last:
+        if arrival <= turn <= interval.last and turn < num_steps:
             kept.add(name)
     for point, members in released.items():
-        sections[point, 0].append(Instruction("release", point, tuple(members)))
+        rows[point].insert(0, Instruction("release", point, tuple(members)))
     return Schedule(
         program,
         timeline.limits,
-        tuple(buckets),
-        tuple(instruction for key in sorted(sections) for instruction in sections[key]),
+        buckets,
+        tuple(instruction for point in sorted(rows) for instruction in rows[point]),
         tuple(p.name for p in program.parameters if p.name in kept),
         tuple(p.name for p in program.parameters if p.name in carried),
     )
 
 
 def with_launches(timeline: Timeline, launches: Iterable[int]) -> Timeline:
-    """The same gathers, launched at other points."""
-    return replace(timeline, gathers=tuple(replace(g, launch=p) for g, p in zip(timeline.gathers, launches)))
+    """The same gathers, launched at other points: there last of all."""
+    return replace(timeline, gathers=tuple(replace(g, launch=p, ahead=0) for g, p in zip(timeline.gathers, launches)))

@@ -14,78 +14,83 @@ the steps are an argument, see `view.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .timeline import Timeline, reduction_events
-
-
-class GatherQueue:
-    """Replays the gathers' channel beside the compute clock, point by point."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._costs, self._gathers = timeline.program.costs, timeline.gathers
-        self._launched = self._waited = 0
-        self._ends: list[float] = []
-
-    def pass_point(self, point: int, now: float) -> float:
-        """Launch and wait for what is due at this point; the time when its step can run."""
-        gathers = self._gathers
-        while self._launched < len(gathers) and gathers[self._launched].launch == point:
-            begin = max(now, self._ends[-1]) if self._ends else now
-            self._ends.append(begin + self._costs.gather_us(gathers[self._launched].num_bytes))
-            self._launched += 1
-        while self._waited < len(gathers) and gathers[self._waited].wait == point:
-            now = max(now, self._ends[self._waited]) + self._costs.busy_us(gathers[self._waited].num_bytes)
-            self._waited += 1
-        return now
+from .timeline import Event, Timeline, agenda, turn_of
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """`launch_us[p]`: when what is gathered at point p is launched. `finish_us`: when all is over."""
+    """When things happen.
+
+    Attributes:
+        launch_us: by point, when what is gathered last there is launched.
+        forward_us: when the turn begins: nothing is in flight then. `finish_us`: when all is over.
+        gather_stalls_us, reduce_stalls_us: how long compute waits for each gather and each reduction, its all-reduce included.
+    """
 
     launch_us: tuple[float, ...]
+    forward_us: float
     finish_us: float
+    gather_stalls_us: tuple[float, ...]
+    reduce_stalls_us: tuple[float, ...]
 
 
 def simulate(timeline: Timeline, durations_us: Sequence[float]) -> Times:
     """Replay the timeline. Linear in steps and buckets."""
-    gathers, reducing = GatherQueue(timeline), _ReductionQueues(timeline)
-    launch_us, now = [], 0.0
+    rows, turn = agenda(timeline), turn_of(timeline.program)
+    clock = _Clock(timeline)
+    launch_us, forward_us = [], 0.0
     for point, duration_us in enumerate((*durations_us, 0.0)):
-        now = reducing.pass_point(point, now)
-        launch_us.append(now)
-        now = gathers.pass_point(point, now) + duration_us
-    return Times(tuple(launch_us), reducing.pass_point(len(launch_us), now))
+        clock.launched = clock.now
+        clock.pass_row(rows.get(point, ()))
+        launch_us.append(clock.launched)
+        forward_us = clock.now if point == turn else forward_us
+        clock.now += duration_us
+    clock.pass_row(rows.get(len(launch_us), ()))
+    return Times(tuple(launch_us), forward_us, clock.now, tuple(clock.gather_stalls), tuple(clock.reduce_stalls))
 
 
-class _ReductionQueues:
-    """Replays the channels of reductions and all-reduces beside the compute clock, point by point."""
+class _Clock:
+    """Compute and the channels beside it, event by event. Local to one call of `simulate`."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self._costs, self._reductions = timeline.program.costs, timeline.reductions
-        self._events = reduction_events(timeline)
-        self._reduced: list[float] = []  # when each is over, in launch order
-        self._averaged: list[float] = []
+        self._costs = timeline.program.costs
+        self._gather_bytes = [gather.num_bytes for gather in timeline.gathers]
+        self._reduce_bytes = [reduction.num_bytes for reduction in timeline.reductions]
+        self._across_bytes = [reduction.across_bytes for reduction in timeline.reductions]
+        self.gather_stalls, self.reduce_stalls = [0.0] * len(self._gather_bytes), [0.0] * len(self._reduce_bytes)
+        self.now = self.launched = 0.0
+        self._gathered, self._reduced, self._averaged = list[float](), list[float](), list[float]()  # when each is over
 
-    def pass_point(self, point: int, now: float) -> float:
-        """Launch and wait for what is due at this point; the time when all of it is done."""
+    def pass_row(self, row: Iterable[Event]) -> None:
+        """Launch and wait for what is due at a point."""
         costs = self._costs
-        for kind, number in self._events.get(point, ()):
-            reduction = self._reductions[number]
+        for kind, index in row:
+            if kind == "all_gather":
+                self._queue(self._gathered, costs.gather_us(self._gather_bytes[index]))
+                continue
+            if kind == "wait":
+                self.gather_stalls[index] = self._stall(self._gathered[index])
+                self.now += costs.busy_us(self._gather_bytes[index])
+                continue
             if kind == "reduce_scatter":
-                now += costs.busy_us(reduction.num_bytes)
-                _queue(self._reduced, now, costs.reduce_us(reduction.num_bytes))
+                self.now += costs.busy_us(self._reduce_bytes[index])
+                self._queue(self._reduced, costs.reduce_us(self._reduce_bytes[index]))
             elif kind == "wait_reduce":
-                now = max(now, self._reduced[number])
+                self.reduce_stalls[index] += self._stall(self._reduced[index])
             elif kind == "all_reduce":
-                now += costs.busy_us(reduction.across_bytes)
-                _queue(self._averaged, now, costs.all_reduce_us(reduction.across_bytes))
+                self.now += costs.busy_us(self._across_bytes[index])
+                self._queue(self._averaged, costs.all_reduce_us(self._across_bytes[index]))
             else:
-                now = max(now, self._averaged[number])
-        return now
+                self.reduce_stalls[index] += self._stall(self._averaged[index])
+            self.launched = self.now
 
+    def _stall(self, end: float) -> float:
+        stall = max(0.0, end - self.now)
+        self.now = max(self.now, end)
+        return stall
 
-def _queue(ends: list[float], now: float, duration_us: float) -> None:
-    ends.append((max(now, ends[-1]) if ends else now) + duration_us)
+    def _queue(self, ends: list[float], duration_us: float) -> None:
+        ends.append((max(self.now, ends[-1]) if ends else self.now) + duration_us)

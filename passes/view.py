@@ -12,6 +12,7 @@ A budget in bytes is a promise about each device, and is kept even where ranks d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zfx.ir import Limits, Program, Step
@@ -36,18 +37,25 @@ def condensed(program: Program, limits: Limits) -> Program:
     What can be launched early is launched where something is released or complete, which is at the ends of rows. So every
     schedule of the one has a schedule of the other that takes the same time.
     """
-    if limits.memory_budget is not None:
+    rows = rows_of(program, limits)
+    if len(rows) == len(program.steps):
         return program
-    steps: list[Step] = []
-    row: list[Step] = []
-    for step in program.steps:
-        if row and not (step.phase == row[0].phase and step.reads == row[0].reads and not row[-1].completes):
-            steps.append(_joined(row))
-            row = []
-        row.append(step)
-    return replace(program, steps=(*steps, _joined(row)) if row else ())
+    return replace(program, steps=tuple(_joined(program.steps[row.start : row.stop]) for row in rows))
 
 
-def _joined(row: list[Step]) -> Step:
+def rows_of(program: Program, limits: Limits) -> list[range]:
+    """The steps that `condensed` makes one of, row by row."""
+    if limits.memory_budget is not None:
+        return [range(t, t + 1) for t in range(len(program.steps))]
+    rows: list[range] = []
+    start, steps = 0, program.steps
+    for t, step in enumerate(steps[1:], start=1):
+        if step.phase != steps[start].phase or step.reads != steps[start].reads or steps[t - 1].completes:
+            rows.append(range(start, t))
+            start = t
+    return [*rows, range(start, len(steps))] if steps else []
+
+
+def _joined(row: Sequence[Step]) -> Step:
     duration_us, nominal_us = sum(step.duration_us for step in row), sum(step.nominal_us for step in row)
     return replace(row[-1], duration_us=duration_us, nominal_us=nominal_us) if len(row) > 1 else row[0]

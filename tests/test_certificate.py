@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import gc
 import itertools
 import math
 import random
@@ -286,6 +287,18 @@ def test_odd_sizes_are_counted_in_multiples_of_what_they_share() -> None:
     program = Program(parameters, (*forward, Step("turn", "turn"), *backward))
     certificate = certify(plan(program, replace(NO_REUSE_LIMIT, max_live_parameters=5 * 10**7), check=verify))
     assert claims_the_truth(certificate) and certificate.volume_ratio < 1.1
+
+
+def test_a_schedule_is_certified_once_and_forgotten_with_it() -> None:
+    schedule = plan(chain(3), Limits())
+    gc.collect()
+    known = len(zfx.certificate._known)
+    certificate = certify(schedule)
+    assert certify(schedule) is certificate and len(zfx.certificate._known) == known + 1
+    assert certify(replace(schedule)) is not certificate and certify(replace(schedule)) == certificate
+    del schedule
+    gc.collect()
+    assert len(zfx.certificate._known) == known
 
 
 def test_certifying_is_linear() -> None:

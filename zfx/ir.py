@@ -198,7 +198,7 @@ class Instruction:
     bucket: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what follows from a schedule may be remembered as long as it lives, see `certify`
 class Schedule:
     """A program with its instructions, in execution order.
 

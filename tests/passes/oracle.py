@@ -51,13 +51,14 @@ def waits(schedule: Schedule) -> list[int]:
 
 
 def at_launches(schedule: Schedule, points: list[int]) -> Schedule:
-    """The schedule with its gathers launched elsewhere: each right before the waits of its point, as all schedules have it."""
-    rank = {"release": 0, "wait_reduce": 1, "reduce_scatter": 1, "all_gather": 2, "wait": 3}
+    """The schedule with its gathers launched elsewhere: there right before the waits. Those that stay, stay where they are."""
     moved = dict(zip((i.bucket for i in schedule.instructions if i.kind == "all_gather"), points))
-    rows: list[Instruction] = [
-        replace(i, point=moved[i.bucket]) if i.kind == "all_gather" else i for i in schedule.instructions
-    ]
-    return replace(schedule, instructions=tuple(sorted(rows, key=lambda i: (i.point, rank[i.kind]))))
+    rank = {"release": 0, "wait_reduce": 1, "reduce_scatter": 1, "all_gather": 1, "wait": 3}
+    rows: list[tuple[int, int, Instruction]] = []
+    for i in schedule.instructions:
+        goes = i.kind == "all_gather" and moved[i.bucket] != i.point
+        rows.append((moved[i.bucket], 2, replace(i, point=moved[i.bucket])) if goes else (i.point, rank[i.kind], i))
+    return replace(schedule, instructions=tuple(row[2] for row in sorted(rows, key=lambda row: row[:2])))
 
 
 def peak_elements(schedule: Schedule) -> int:

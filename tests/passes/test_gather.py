@@ -46,10 +46,15 @@ def gathers_only(schedule: Schedule) -> Schedule:
 
 
 def fastest(schedule: Schedule) -> float:
-    """The least time of all partitions that the verifier accepts, each placed as early as memory allows. Exponential."""
+    """The least time of all partitions that the verifier accepts, each placed as early as memory allows. Exponential.
+
+    Buckets stay on their side of the turn.
+    """
     single = one_by_one(read(schedule))
-    times = []
+    times, turn = [], schedule.program.turn
     for runs in partitions(len(single.gathers)):
+        if turn is not None and any(single.gathers[a].wait <= turn < single.gathers[b - 1].wait for a, b in runs):
+            continue
         candidate = write(merged(single, runs))
         if next(violations(candidate), None) is None:
             times.append(finish(gathers_only(candidate)))
