@@ -14,7 +14,7 @@ The life of a plan, in order. Each entry is one file, and its docstring states t
     lower.py     `Schedule` -> graphs with collectives                               (needs torch; not imported here)
 
     demand.py    gather_on_demand    the schedule that holds least: where lists of one's own may begin
-    refine.py    refine              small changes of the whole, while they make it faster: for lists of one's own, not in PIPELINE
+    refine.py    refine              small changes of the whole, while they make it faster; in REFINED alone
 
     timeline.py, memory.py, timing.py    what the passes think in: intervals, bytes held, microseconds
     view.py                              what may depend on a rank's own data, and what may not
@@ -43,6 +43,7 @@ from .gather import bucket_gathers
 from .keep import keep_parameters
 from .place import launch_early, launch_late
 from .reduce import bucket_reductions
+from .refine import refine
 from .slack import add_slack
 from .wait import wait_reductions
 
@@ -60,6 +61,9 @@ PIPELINE: tuple[Pass, ...] = (
     choose_fastest,
     add_slack,
 )
+
+# `compile(passes=zfx.passes.REFINED)`: nearer to the best schedule, for more time spent on planning.
+REFINED: tuple[Pass, ...] = (*PIPELINE[:-1], refine, add_slack)
 
 
 def stages(program: Program, limits: Limits, passes: Sequence[Pass] = PIPELINE) -> Iterator[tuple[Pass, Schedule]]:
@@ -134,4 +138,4 @@ def _result(run: Pass, schedule: Schedule) -> Schedule:
     return result
 
 
-__all__ = ["PIPELINE", "Pass", "gather_on_demand", "name_of", "plan", "stages"]
+__all__ = ["PIPELINE", "REFINED", "Pass", "gather_on_demand", "name_of", "plan", "stages"]

@@ -93,15 +93,16 @@ class _Flight:
     def arrive(self, point: int, gathers: Iterable[int], reductions: Sequence[int], room: float) -> None:
         """Come to a point, and launch its reductions. `room`: for gradients, and for gathers of this point launched before them."""
         self._point, self._room, self._todo = point, room, deque(gathers)
-        self._here = self._events = self._later = 0
+        self._here = self._events = 0
         self._launched_after.clear()
-        while self.averaging and self.averaging[0][1] <= self.now:
-            self._finish()
-        self._land_arrived()
         later = [0]  # by reductions that are left
         for index in reversed(reductions):
             num_bytes = self._reduce_bytes[index]
             later.append(max(self._peak_bytes[index], later[-1]) - num_bytes)
+        self._later = later[-1]  # before anything lands: a gather may be launched ahead of that
+        while self.averaging and self.averaging[0][1] <= self.now:
+            self._finish()
+        self._land_arrived()
         for index in reductions:
             self._later = later.pop()
             self._reduce(index)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from torch import nn
 
 import zfx
 from tests.harness import run_ranks
+from zfx.ir import Schedule
+from zfx.passes import PIPELINE, REFINED, Pass
+from zfx.passes.timeline import read, turn_of, write
 from zfx.replay import replay
 from zfx.runtime import GatheredMeter
 
@@ -70,9 +75,9 @@ def live_bytes(model: nn.Module, step: Callable[[], None]) -> tuple[list[tuple[s
     return steps, peak, max(num_bytes for _, num_bytes in seen) // 4
 
 
-def measure(limits: zfx.Limits, grads: bool) -> tuple[list[tuple[str, int, int]], int, int]:
+def measure(limits: zfx.Limits, grads: bool, passes: Sequence[Pass] = PIPELINE) -> tuple[list[tuple[str, int, int]], int, int]:
     torch.manual_seed(0)
-    model = zfx.compile(Model(), limits=limits)
+    model = zfx.compile(Model(), limits=limits, passes=passes)
 
     def step() -> None:
         with torch.set_grad_enabled(grads):
@@ -92,6 +97,38 @@ def test_live_bytes_are_those_of_the_schedule(name: str, world_size: int) -> Non
     for steps, planned_peak, measured_peak in run_ranks(world_size, measure, LIMITS[name], True):
         assert [(s, measured) for s, measured, _ in steps] == [(s, planned) for s, _, planned in steps]
         assert measured_peak <= planned_peak <= LIMITS[name].max_live_parameters
+
+
+def one_of_the_backward_early(schedule: Schedule) -> Schedule:
+    """Something that the backward gathers, once, is gathered before the turn, and so is kept."""
+    timeline = read(schedule)
+    turn, gathers = turn_of(timeline.program), timeline.gathers
+    first = sum(g.wait <= turn for g in gathers)
+    counts = Counter(i.parameter.name for g in gathers[first:] for i in g.members)
+    index = next((i for i in range(first, len(gathers)) if all(counts[m.parameter.name] == 1 for m in gathers[i].members)), None)
+    if index is None:
+        return schedule
+    early = replace(gathers[index], launch=turn, wait=turn)
+    moved = write(replace(timeline, gathers=(*gathers[:first], early, *gathers[first:index], *gathers[index + 1 :])))
+    assert len(moved.kept) > len(schedule.kept)
+    return moved
+
+
+def unusual() -> tuple[list[list[tuple[str, int, int]]], bool]:
+    """Steps under lists of passes that place collectives as the usual list does not, and whether all gradients are equal; a job."""
+    limits, seen, grads = zfx.Limits(max_reuse_distance=0, prefetch_bucket_size=600, param_persistence_threshold=0), [], []
+    for passes in (PIPELINE, REFINED, [*PIPELINE, one_of_the_backward_early]):
+        seen.append(measure(limits, True, passes)[0])
+        torch.manual_seed(0)
+        model = zfx.compile(Model(), limits=limits, passes=passes)
+        model(torch.arange(12).view(3, 4)).square().mean().backward()
+        grads.append([p.grad.to_local() for p in model.parameters()])
+    return seen, all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other))
+
+
+def test_other_lists_of_passes_hold_what_they_plan_and_change_no_bit() -> None:
+    for seen, equal in run_ranks(2, unusual, timeout=200):
+        assert equal and all(measured == planned for steps in seen for _, measured, planned in steps)
 
 
 def test_inference_too() -> None:

@@ -12,9 +12,7 @@ from tests.strategies import chain, link_costs, problems
 from zfx.ir import Limits, Program, Schedule
 from zfx.passes import plan
 from zfx.passes.baselines import BASELINES, deepspeed_rule, everything_early, fsdp2_rule, unit_of
-from zfx.passes.choose import WORTH_CARRYING
 from zfx.passes.view import condensed
-from zfx.passes.window import plan_windows
 from zfx.verify import verify
 
 TIGHT = Limits(max_reuse_distance=0, param_persistence_threshold=0)
@@ -44,17 +42,6 @@ def test_none_is_faster_by_what_ranks_agree_on(rule, problem):
     program, limits = problem
     agreed = replace(program, steps=tuple(replace(s, duration_us=s.nominal_us) for s in program.steps))
     assert finish(plan(agreed, limits)) <= finish(rule(agreed, limits)) * (1 + 1e-9)
-
-
-@given(problem=problems(uniform=True, busy=True))
-def test_none_is_faster_than_the_planner_in_any_micro_batch(problem):
-    program, limits = problem
-    schedules = plan_windows(lambda p: plan(p, limits, check=verify), program, 3)
-    assert [schedule.program.window for schedule in schedules] == ["first", "middle", "last"]
-    for schedule in schedules:
-        verify(schedule)
-        for rule in BASELINES:
-            assert finish(schedule) * (1 - WORTH_CARRYING) <= finish(rule(schedule.program, limits)) * (1 + 1e-9)
 
 
 def blocks(n: int) -> Program:

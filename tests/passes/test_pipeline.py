@@ -20,6 +20,7 @@ from tests.strategies import (
     smallest_budget,
     smallest_max_live,
 )
+from zfx.costs import Link
 from zfx.errors import InfeasibleBudget
 from zfx.ir import CostModel, Limits, Parameter, Program, Schedule, Step
 from zfx.passes import PIPELINE, plan, stages
@@ -49,6 +50,18 @@ SLOW = link_costs(30.0, 1.0, pack_threshold_bytes=1000)
 @given(problems(with_budget=True, busy=True, costs=SLOW))
 def test_every_stage_passes_the_verifier_where_bytes_are_short_and_transfers_slow(problem):
     for _, schedule in stages(*problem):
+        verify(schedule)
+
+
+def test_a_gather_goes_ahead_of_reductions_only_where_all_of_them_fit_beside_it():
+    """What landed at a point before its reductions were counted made room for a gather that the last of them needed."""
+    reads = (("b0", "p0", ("p1", "p2", "p3")), ("b1", "p0", ()), ("b2", "p1", ("p0",)), ("b3", "p0", ()))
+    steps = [*(Step(name, "forward", "op", ("p0",)) for name in ("f0", "f1")), Step("turn", "turn")]
+    steps += [Step(name, "backward", "op", (read,), done) for name, read, done in reads]
+    parameters = (Parameter("p0", 3, 12, 12), *(Parameter(f"p{i}", 1, 2, 2) for i in (1, 2, 3)))
+    costs = CostModel(Link(30.0, 1.0), Link(30.0, 1.0), launch_us=0.0, pack_threshold_bytes=1000)
+    limits = Limits(3, 0, 0, 0, 0, memory_budget=32)
+    for _, schedule in stages(Program(parameters, tuple(steps), 2, costs=costs), limits):
         verify(schedule)
 
 

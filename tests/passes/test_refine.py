@@ -20,7 +20,7 @@ from zfx.verify import verify
 
 EVERYWHERE = Limits(max_reuse_distance=2**62, param_persistence_threshold=0, prefetch_bucket_size=0, reduce_bucket_size=0)
 BEFORE = tuple(run for run in PIPELINE if run is not add_slack)
-REFINED = (*BEFORE, refine)
+REFINING = (*BEFORE, refine)
 
 
 @given(problems(uniform=True, windows=("only", "first", "last")))
@@ -37,7 +37,7 @@ def test_refining_never_costs_time(problem):
 def test_what_ranks_do_not_share_decides_no_collective(problem, noise):
     program, limits = problem
     steps = tuple(replace(s, duration_us=float(us)) for s, us in zip(program.steps, noise))
-    one, other = (plan(p, limits, passes=REFINED) for p in (program, replace(program, steps=steps)))
+    one, other = (plan(p, limits, passes=REFINING) for p in (program, replace(program, steps=steps)))
     assert (one.buckets, one.kept) == (other.buckets, other.kept)
 
 
@@ -62,7 +62,7 @@ def of(forward: list[tuple[str, float]], backward: list[tuple[str, float]], size
 
 def planned(program: Program, limits: Limits) -> tuple[Schedule, Schedule]:
     """Before refining and after it; which is the best there is."""
-    before, after = (plan(program, limits, check=verify, passes=passes) for passes in (BEFORE, REFINED))
+    before, after = (plan(program, limits, check=verify, passes=passes) for passes in (BEFORE, REFINING))
     best, _ = least_time(program, limits, below=finish(after) + 1)
     assert finish(after) == best < finish(before)
     return before, after

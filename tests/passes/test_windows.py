@@ -13,8 +13,7 @@ from tests.passes.test_pipeline import gathers
 from tests.strategies import chain, problems
 from tests.test_verify import broken, insert, without
 from zfx.ir import Bucket, Instruction, Limits, Parameter, Program, Schedule, Step
-from zfx.passes import PIPELINE, plan, stages
-from zfx.passes.choose import choose_fastest
+from zfx.passes import plan, stages
 from zfx.passes.keep import gaps
 from zfx.passes.timeline import read, write
 from zfx.replay import replay
@@ -25,9 +24,7 @@ WINDOWS = ("first", "middle", "last")
 
 
 def windows(program: Program, limits: Limits) -> dict[str, Schedule]:
-    """Without `choose_fastest`, which takes a schedule that carries nothing where that is faster."""
-    passes = [run for run in PIPELINE if run is not choose_fastest]
-    return {window: plan(replace(program, window=window), limits, check=verify, passes=passes) for window in ("only", *WINDOWS)}
+    return {window: plan(replace(program, window=window), limits, check=verify) for window in ("only", *WINDOWS)}
 
 
 @pytest.mark.parametrize("n", range(1, 9))
