@@ -9,8 +9,14 @@ import pytest
 from .cases import REGISTRY, options_of
 from .runner import DEFAULT_LIMITS, Report, problems, run_case
 
-# Cases that should match and for now end in an error: (start of the outcome on every rank, why). A case that is mended fails here.
-KNOWN_ERRORS: dict[str, tuple[str, str]] = {}
+# Cases that should match and for now do not: (start of the report, why). A case that is mended fails here.
+KNOWN_FAULTS: dict[str, tuple[str, str]] = {
+    "peers_output_nobody_reads": (
+        "DIFFERENT",
+        "AOTAutograd gives the gradient of an output that the loss does not read as zeros, so what only that output needs gets "
+        "zeros, where it should keep None; weight decay then moves it",
+    ),
+}
 
 # What other tests show in one job of their own, or what is torch's alone.
 SLOW = {
@@ -35,9 +41,9 @@ def runs() -> list[Any]:
 
 
 def check(report: Report) -> None:
-    if report.case_id in KNOWN_ERRORS:
-        start, reason = KNOWN_ERRORS[report.case_id]
-        assert str(report).startswith(f"error: {start}"), f"mended, or worse: {report} (was: {reason})"
+    if report.case_id in KNOWN_FAULTS:
+        start, reason = KNOWN_FAULTS[report.case_id]
+        assert str(report).startswith(start), f"mended, or worse: {report} (was: {reason})"
         return
     if wrong := problems(report):
         pytest.fail("\n".join([str(report), *wrong, *(str(x) for x in report.outcomes if x.status != "ok")]), pytrace=False)
@@ -53,5 +59,5 @@ def test_default_limits(case_id: str) -> None:
     check(run_case(case_id, 2, DEFAULT_LIMITS))
 
 
-def test_known_errors_are_cases() -> None:
-    assert KNOWN_ERRORS.keys() | SLOW <= REGISTRY.keys()
+def test_known_faults_are_cases() -> None:
+    assert KNOWN_FAULTS.keys() | SLOW <= REGISTRY.keys()
