@@ -151,7 +151,7 @@ SHAPES = [(2, 2), (1, 4), (4, 1)]
 
 @pytest.mark.parametrize(("name", "shapes", "sharded_too"), [
     ("uneven", SHAPES, False),
-    ("tied", [(2, 2)], False),
+    pytest.param("tied", [(2, 2)], False, marks=[pytest.mark.slow]),
     *(pytest.param(name, SHAPES, True, marks=[pytest.mark.slow]) for name in MODELS),
 ])
 def test_as_one_process_and_as_four_shards(name: str, shapes: list[tuple[int, int]], sharded_too: bool) -> None:

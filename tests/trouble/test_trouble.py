@@ -22,7 +22,9 @@ KNOWN_FAULTS: dict[str, tuple[str, str]] = {
 SLOW = {
     "step_while_gradients_wait", "part_of_a_model_called", "part_as_a_function", "pickled_model", "weight_under_two_parameters",
     "old_style_norm_outermost", "foreach_norms_and_schedulers", "fused_adamw", "adafactor", "lora_from_peft", "leaf_under_autocast",
-    "lstm_under_autocast", "backward_hook_on_a_part", "no_sync_first_used_last", "selective_checkpoint",
+    "lstm_under_autocast", "backward_hook_on_a_part", "no_sync_first_used_last", "selective_checkpoint", "peers_module_in_a_loop",
+    "peers_extra_path_each_second_step", "peers_frozen_several_forwards", "peers_checkpoint_of_frozen_and_trained",
+    "peers_order_changes_every_step", "peers_no_grad_in_train_mode", "peers_containers", "peers_late_module",
 }
 
 # The others run only with limits under which every parameter is released after every use.
