@@ -157,18 +157,13 @@ def torch_alone(folder: str) -> None:
         set_model_state_dict(again.model, own[0], options=options)
         set_optimizer_state_dict(again.model, again.optimizer, own[1], options=options)
         goes_on(again, what)
-    again = Job(seed=4)
-    state = {"model": get_model_state_dict(again.model), "optim": get_optimizer_state_dict(again.model, again.optimizer)}
-    dcp.load(state, checkpoint_id=f"{folder}/plain")
-    set_model_state_dict(again.model, state["model"])
-    set_optimizer_state_dict(again.model, again.optimizer, state["optim"])
-    goes_on(again, "dcp.load")
-    again = Job(seed=4)
-    state = {"model": get_model_state_dict(again.model), "optim": get_optimizer_state_dict(again.model, again.optimizer)}
-    dcp.load(state, checkpoint_id=f"{folder}/ours/step-00000002")
-    set_model_state_dict(again.model, state["model"])
-    set_optimizer_state_dict(again.model, again.optimizer, state["optim"])
-    goes_on(again, "zfx's own, by dcp.load")
+    for what, path in (("dcp.load", "plain"), ("zfx's own, by dcp.load", "ours/step-00000002")):
+        again = Job(seed=4)
+        state = {"model": get_model_state_dict(again.model), "optim": get_optimizer_state_dict(again.model, again.optimizer)}
+        dcp.load(state, checkpoint_id=f"{folder}/{path}")
+        set_model_state_dict(again.model, state["model"])
+        set_optimizer_state_dict(again.model, again.optimizer, state["optim"])
+        goes_on(again, what)
     again = Job(seed=4)
     resumed = zfx.Checkpointer(folder).load(path=f"{folder}/plain", model=again.model, optimizer=again.optimizer)
     assert resumed.step == 0

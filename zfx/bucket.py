@@ -151,13 +151,13 @@ class Gathering:
 class Reduced:
     """What a reduction has brought, before it is taken apart."""
 
-    __slots__ = ("_rank", "_transfers", "parts")
+    __slots__ = ("_rank", "parts", "transfers")
 
     def __init__(self, transfers: Transfers, rank: int, parts: list[torch.Tensor]) -> None:
-        self._transfers, self._rank, self.parts = transfers, rank, parts
+        self.transfers, self._rank, self.parts = transfers, rank, parts
 
     def split(self) -> list[torch.Tensor]:
-        return self._transfers.split(self._rank, self.parts)
+        return self.transfers.split(self._rank, self.parts)
 
 
 class Reducing:
@@ -177,10 +177,10 @@ class Reducing:
 class Averaging:
     """An all-reduce over replicas under way. Holds what the wire still reads."""
 
-    __slots__ = ("_reduced", "_summed")
+    __slots__ = ("_reduced", "_summed", "transfers")
 
     def __init__(self, reduced: Reduced, summed: Callable[[], list[torch.Tensor]]) -> None:
-        self._reduced, self._summed = reduced, summed
+        self._reduced, self._summed, self.transfers = reduced, summed, reduced.transfers
 
     def wait(self) -> Reduced:
         self._reduced.parts = self._summed()

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ from .bucket import Averaging, Gathering, Reduced, Reducing, Transfers
 from .channels import Channels
 from .held import Waiting
 from .window import Window
+
+T = TypeVar("T")
 
 
 class GatheredMeter:
@@ -130,14 +132,19 @@ def _shown(what: str, transfers: Transfers) -> contextlib.AbstractContextManager
 _NOT_SHOWN = contextlib.nullcontext()
 
 
+def _doing(plan: Plan, what: str, transfers: Transfers, act: Callable[[], T]) -> T:
+    """`act()`, named in profiles; an error of the wire says which rank is gone."""
+    try:
+        with _shown(what, transfers):
+            return act()
+    except RuntimeError as error:
+        raise _explain(plan, error) from error
+
+
 def all_gather(plan: Plan, bucket: int, shards: Sequence[torch.Tensor]) -> Gathering:
     transfers = plan.transfers[bucket]
     assert transfers is not None
-    try:
-        with _shown("all_gather", transfers):
-            gathering = transfers.all_gather(plan.gathers, shards)
-    except RuntimeError as error:
-        raise _explain(plan, error) from error
+    gathering = _doing(plan, "all_gather", transfers, lambda: transfers.all_gather(plan.gathers, shards))
     plan.in_flight.add(gathering)
     if GatheredMeter.active is not None:
         for tensor in (*(s for s, layout in zip(gathering.stores, transfers.layouts) if not layout.replicated), *gathering.buffers):
@@ -147,11 +154,7 @@ def all_gather(plan: Plan, bucket: int, shards: Sequence[torch.Tensor]) -> Gathe
 
 def wait(plan: Plan, gathering: Gathering) -> list[torch.Tensor]:
     plan.in_flight.discard(gathering)
-    try:
-        with _shown("wait all_gather", gathering.transfers):
-            return gathering.wait()
-    except RuntimeError as error:
-        raise _explain(plan, error) from error
+    return _doing(plan, "wait all_gather", gathering.transfers, gathering.wait)
 
 
 def release(tensors: Sequence[torch.Tensor]) -> None:
@@ -189,43 +192,28 @@ def reduce_scatter(plan: Plan, bucket: int, grads: Sequence[torch.Tensor]) -> Re
     assert transfers is not None
     if plan.doubtful:
         plan.without.update(layout.name for layout, grad in zip(transfers.layouts, grads) if leaf.is_nothing(grad))
-    try:
-        with _shown("reduce_scatter", transfers):
-            reducing = transfers.reduce_scatter(plan.reductions, grads)
-    except RuntimeError as error:
-        raise _explain(plan, error) from error
+    reducing = _doing(plan, "reduce_scatter", transfers, lambda: transfers.reduce_scatter(plan.reductions, grads))
     plan.in_flight.add(reducing)
     return reducing
 
 
 def wait_reduce(plan: Plan, reducing: Reducing) -> list[torch.Tensor] | Reduced:
     plan.in_flight.discard(reducing)
-    try:
-        with _shown("wait reduce_scatter", reducing.transfers):
-            reduced = reducing.wait()
-    except RuntimeError as error:
-        raise _explain(plan, error) from error
+    reduced = _doing(plan, "wait reduce_scatter", reducing.transfers, reducing.wait)
     return reduced.split() if plan.across is None else reduced
 
 
 def all_reduce(plan: Plan, bucket: int, reduced: Reduced) -> Averaging:
-    transfers = plan.transfers[bucket]
-    assert transfers is not None and plan.across is not None
-    try:
-        with _shown("all_reduce", transfers):
-            averaging = transfers.all_reduce(plan.across, reduced)
-    except RuntimeError as error:
-        raise _explain(plan, error) from error
+    transfers, across = plan.transfers[bucket], plan.across
+    assert transfers is not None and across is not None
+    averaging = _doing(plan, "all_reduce", transfers, lambda: transfers.all_reduce(across, reduced))
     plan.in_flight.add(averaging)
     return averaging
 
 
 def wait_all_reduce(plan: Plan, averaging: Averaging) -> list[torch.Tensor]:
     plan.in_flight.discard(averaging)
-    try:
-        return averaging.wait().split()
-    except RuntimeError as error:
-        raise _explain(plan, error) from error
+    return _doing(plan, "wait all_reduce", averaging.transfers, averaging.wait).split()
 
 
 def _explain(plan: Plan, error: RuntimeError) -> Exception:
