@@ -1,9 +1,10 @@
 """Ranks agree before an execution begins, or every one of them raises `RankMismatch`.
 
 Before the first collective of an execution each rank contributes a short digest of what it is about to run to one tiny
-all-reduce (the largest digest and the largest negated digest: equal and opposite where all agree). It travels on a gloo group of
-its own, so no device waits for it. Only where ranks differ, or one does not come, is more said: through the store that the
-process group was made with, every rank that is still there leaves its description, and reads the others'.
+all-reduce (the largest digest and the largest negated digest: equal and opposite where all agree; and a flag, whether one of them
+has something to ask the others later on). It travels on a gloo group of its own, so no device waits for it. Only where ranks
+differ, or one does not come, is more said: through the store that the process group was made with, every rank that is still there
+leaves its description, and reads the others'.
 
 [Note: slow is not gone] A rank that compiles a new graph is late, not gone: it says so in the store, and the others' patience
 starts anew while it does.
@@ -51,8 +52,8 @@ class Agreement:
         _alive.add(self)
         on_compile(_say_compiling, _say_compiled)
 
-    def begin(self, digest: int, description: Sequence[str]) -> None:
-        """Return once every rank has come here with the same digest.
+    def begin(self, digest: int, description: Sequence[str], flag: bool = False) -> bool:
+        """Return once every rank has come here with the same digest; whether the flag of any of them is set.
 
         Raises:
             RankMismatch: a rank runs something else, or did not come within the timeout.
@@ -64,12 +65,13 @@ class Agreement:
                 first_difference=self.broken.first_difference,
             )
         if self.world_size == 1:
-            return
+            return flag
         self.count += 1
-        vote = torch.tensor([digest, -digest], device="cpu")
+        vote = torch.tensor([digest, -digest, flag], device="cpu")
         self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group, async_op=True), description)
         if int(vote[0]) != -int(vote[1]):
             self._fail(description, f"ranks are about to run different plans (execution {self.count})", self.timeout_s)
+        return bool(vote[2])
 
     def least(self, what: str, measure: Callable[[], int]) -> int:
         """The smallest of what the ranks measure, each once every rank has come here for the same thing.

@@ -2,6 +2,10 @@
 
     model.encode(x)                  a shard meets a plain tensor: an error that says what to do instead of "mixed torch.Tensor ..."
     set_detect_anomaly(True)         asks of each gradient whether it has a NaN: an operator that DTensor has no rule for
+    p.register_hook(f)               autograd calls a parameter's hooks with None where a captured backward has nothing for it
+
+[Note: hooks without a gradient] A backward in plain Python does not come by a parameter that a loss does not depend on, and so
+calls none of its hooks. A captured one comes by all its parameters. Those that it has nothing for get hooks that notice.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from .errors import LoopError
@@ -30,6 +34,40 @@ def learn_operators() -> None:
 def _any_true(x: Any) -> list[tuple[list[Any], list[Any]]]:
     """True anywhere: the largest of the ranks' answers."""
     return [([Replicate()], [Replicate()]), *(([Partial("max")], [Shard(dim)]) for dim in range(len(x.shape)))]
+
+
+class _IfGiven:
+    """A hook of a parameter that is called only where there is a gradient; and remembers whether there was."""
+
+    def __init__(self, hook: Callable[[Any], Any] | None = None) -> None:
+        self.hook, self.given = hook, False
+
+    def __call__(self, grad: Any) -> Any:
+        self.given = grad is not None
+        return self.hook(grad) if self.hook is not None and self.given else None
+
+
+class _IfAccumulated:
+    """A hook for after the accumulation that is called only where something was added."""
+
+    def __init__(self, hook: Callable[[Any], Any], sees: _IfGiven) -> None:
+        self.hook, self.sees = hook, sees
+
+    def __call__(self, param: Any) -> None:
+        if self.sees.given:
+            self.hook(param)
+
+
+def quiet_hooks(param: DTensor) -> None:
+    """Called where a backward has nothing for this parameter, before its hooks are: see [Note: hooks without a gradient]."""
+    after: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    loud = [key for key, hook in after.items() if not isinstance(hook, _IfAccumulated)]
+    if loud:
+        sees = _IfGiven()
+        param.register_hook(sees)
+        after.update((key, _IfAccumulated(after[key], sees)) for key in loud)
+    before: dict[int, Any] = param._backward_hooks or {}  # type: ignore[assignment]
+    before.update((key, _IfGiven(hook)) for key, hook in before.items() if not isinstance(hook, _IfGiven))
 
 
 def explained_methods(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
