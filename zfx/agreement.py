@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,6 @@ from .errors import RankMismatch
 
 _GRACE_S = 3.0  # how long a rank that has failed waits for the others' last words; at most a quarter of the timeout
 _alive: weakref.WeakSet[Agreement] = weakref.WeakSet()
-_COMPILE_S = 1800.0  # patience with a rank that says that it compiles
 
 
 class Agreement:
@@ -40,10 +40,11 @@ class Agreement:
         store: the key-value store of the default process group.
         key: prefix in the store, the same on every rank and unique to this object.
         timeout_s: how long to wait for a rank that does not come.
+        work_s: how much longer for one that says why, as it compiles, reads or writes: [Note: slow is not gone].
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: Any, key: str, timeout_s: float) -> None:
-        self.group, self.store, self.key, self.timeout_s = group, store, key, timeout_s
+    def __init__(self, group: dist.ProcessGroup, store: Any, key: str, timeout_s: float, work_s: float = 1800.0) -> None:
+        self.group, self.store, self.key, self.timeout_s, self.work_s = group, store, key, timeout_s, work_s
         self.grace_s = min(_GRACE_S, timeout_s / 4)
         self.rank, self.world_size = group.rank(), group.size()
         self.global_ranks = dist.get_process_group_ranks(group)
@@ -93,19 +94,23 @@ class Agreement:
         self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.group, async_op=True), description)
         return [bool(flag) for flag in vote.tolist()]
 
-    def tell(self, what: str, text: str) -> list[str]:
-        """What every rank says, by rank, each cut to 2,000 bytes. A collective call, as `begin`.
+    def tell(self, what: str, value: Any) -> list[Any]:
+        """What every rank says, by rank: anything small that can be pickled. A collective call, as `begin`.
 
         Raises:
             RankMismatch: as `begin`.
         """
         self.begin(digest_of([what]), [what])
-        words = torch.zeros(self.world_size, 2000, dtype=torch.uint8, device="cpu")
-        own = text.encode()[:2000]
-        words[self.rank, : len(own)] = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
-        if self.world_size > 1:
-            self._finish(dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group, async_op=True), [what])
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in words]
+        if self.world_size == 1:
+            return [value]
+        own = bytearray(pickle.dumps(value))
+        most = torch.tensor([len(own)], device="cpu")
+        self._finish(dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group, async_op=True), [what])
+        words = torch.zeros(int(most), dtype=torch.uint8, device="cpu")
+        words[: len(own)] = torch.frombuffer(own, dtype=torch.uint8)
+        found = [torch.empty_like(words) for _ in range(self.world_size)]
+        self._finish(dist.all_gather(found, words, group=self.group, async_op=True), [what])
+        return [pickle.loads(bytes(row.tolist())) for row in found]  # what follows a pickle in its row is not looked at
 
     def lost(self, error: BaseException, description: Sequence[str]) -> RankMismatch:
         """A collective of the running execution failed: find out who is gone."""
@@ -115,7 +120,7 @@ class Agreement:
         # the all-reduce itself may take for ever; patience is counted here, because a gloo operation that ran into its own
         # timeout can't be waited for again
         allowed = self.timeout_s - self.grace_s
-        patience, end = time.monotonic() + allowed, time.monotonic() + allowed + _COMPILE_S
+        patience, end = time.monotonic() + allowed, time.monotonic() + allowed + self.work_s
         while True:
             left = patience - time.monotonic()
             try:

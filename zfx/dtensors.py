@@ -66,7 +66,7 @@ def quiet_hooks(param: DTensor) -> None:
         sees = _IfGiven()
         param.register_hook(sees)
         after.update((key, _IfAccumulated(after[key], sees)) for key in loud)
-    before: dict[int, Any] = param._backward_hooks or {}  # type: ignore[assignment]
+    before: dict[int, Any] = param._backward_hooks or {}
     before.update((key, _IfGiven(hook)) for key, hook in before.items() if not isinstance(hook, _IfGiven))
 
 
