@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -271,6 +272,10 @@ class GivesNone(torch.autograd.Function):
         return None if ctx.stops else grad, None
 
 
+def heads_function(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return model(x, alone=True).square().mean(), model.aux.weight.sum(), model.gain * 2
+
+
 def made(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(1)
     return kind().double()
@@ -280,10 +285,14 @@ def connections() -> list[str]:
     """What gradients go on to: inputs, other compiled models, leaves; and a function of a model."""
     rank, wrong = dist.get_rank(), []
 
-    def check(what: str, run: Callable[[Any, int], None], kind: type[nn.Module], **options: Any) -> None:
+    def check(kind: type[nn.Module], *runs: Callable[[Any, int], None], **options: Any) -> Any:
         model = zfx.compile(made(kind), limits=RELEASED, **options)
-        run(model, rank)
-        wrong.extend(compared(what, mean_over_ranks(run, lambda: made(kind)), whole(model)))
+        for run in runs:
+            model.zero_grad()
+            run(model, rank)
+            wrong.extend(compared(run.__name__, mean_over_ranks(run, lambda: made(kind)), whole(model)))
+        model.zero_grad()
+        return model
 
     inputs: list[bool] = []
 
@@ -308,8 +317,7 @@ def connections() -> list[str]:
         (out.sum() + (y.sum() if r else 0.0)).backward()
         inputs.append((leaf.grad is None) == (r == 0))
 
-    for run in (reads_first, reads_by_rank, in_place, in_place_and_read):
-        check(run.__name__, run, Two)
+    two = check(Two, reads_first, reads_by_rank, in_place, in_place_and_read)
     if not all(inputs):
         wrong.append(f"gradients of inputs: {inputs}")
 
@@ -322,8 +330,7 @@ def connections() -> list[str]:
     def both_of_leaf(model: Any, r: int) -> None:
         sum(o.sum() for o in model(batch(r, 0))).backward()  # type: ignore[union-attr]
 
-    for run in (first_of_leaf, each_of_leaf, both_of_leaf):
-        check(run.__name__, run, WithLeaf, leaf_modules=[Chosen])
+    check(WithLeaf, first_of_leaf, each_of_leaf, both_of_leaf, leaf_modules=[Chosen])
 
     def stops_everywhere(model: Any, r: int) -> None:
         GivesNone.apply(model(batch(r, 0), alone=True), True).sum().backward()
@@ -331,17 +338,19 @@ def connections() -> list[str]:
     def stops_on_one(model: Any, r: int) -> None:
         GivesNone.apply(model(batch(r, 0), alone=True), r == 0).sum().backward()
 
-    for run in (stops_everywhere, stops_on_one):
-        check(run.__name__, run, Heads)
+    def asks_function(model: Any, r: int) -> None:
+        ask = model.zfx.function(heads_function) if hasattr(model, "zfx") else functools.partial(heads_function, model)
+        ask(batch(r, 0))[r % 2].backward()
 
-    first, second = made(Two), made(Two)
-    chain = [zfx.compile(copy.deepcopy(one), limits=RELEASED) for one in (first, second)]
+    check(Heads, stops_everywhere, stops_on_one, asks_function)
+
+    chain = [two, zfx.compile(made(Two), limits=RELEASED)]
 
     def through(models: list[Any], r: int, reads: int) -> None:
         models[1](*(part.reshape(-1)[:8].reshape(2, 4) for part in models[0](batch(2, 0), batch(2, 0))))[reads].sum().backward()
 
     for reads_of in (lambda r: 0, lambda r: r % 2):
-        plain = [[copy.deepcopy(one) for one in (first, second)] for _ in range(dist.get_world_size())]
+        plain = [[made(Two), made(Two)] for _ in range(dist.get_world_size())]
         for r, models in enumerate(plain):
             through(models, r, reads_of(r))
         through(chain, rank, reads_of(rank))
@@ -351,12 +360,6 @@ def connections() -> list[str]:
             wrong += compared(f"model {i} of two", wanted, whole(one))
             one.zero_grad()
 
-    heads: Any = zfx.compile(build(), limits=RELEASED)
-    function = heads.zfx.function(lambda model, x: (model(x).main.square().mean(), model.aux.weight.sum(), model.gain * 2))
-    function(batch(rank, 0))[rank % 2].backward()
-    wrong += compared("a function", mean_over_ranks(
-        lambda one, r: (one.aux.weight.sum() if r % 2 else READ["main"](one(batch(r, 0)))).backward()  # type: ignore[union-attr,operator]
-    ), whole(heads))
     return wrong
 
 
