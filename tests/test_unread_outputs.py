@@ -159,7 +159,7 @@ def steps(options: dict[str, Any]) -> list[str]:
         wrong += compared(f"step {step}", wanted, whole(model))
         if sorted(hooked) != sorted(name for name, grad in wanted.items() if grad is not None):
             wrong.append(f"step {step}: hooks of {hooked}")
-        if bool(seen) != voted:
+        if bool(seen) != (voted and any(reads[r % 2] != ALL for r in range(dist.get_world_size()))):
             wrong.append(f"step {step}: {len(seen)} votes")
         for one, optimizer in zip(plain, theirs):
             for name, p in one.named_parameters():

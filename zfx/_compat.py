@@ -91,6 +91,26 @@ def on_compile(start: Callable[[Any], None], end: Callable[[Any], None]) -> None
         handler.register_end_callback(end)
 
 
+def handle_operator(operator: Any, handler: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Have DTensor ask `handler` for this operator, giving it the operator as DTensor has it itself, and the arguments."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    before = handlers.get(operator)
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        mine = handlers.pop(operator)
+        if before is not None:
+            handlers[operator] = before
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            handlers[operator] = mine
+
+    def asked(op_call: Any, args: Any, kwargs: Any) -> Any:
+        return handler(own, args, kwargs)
+
+    handlers[operator] = asked
+
+
 def outer_storage(param: DTensor) -> int:
     """Which (empty) storage is behind the outside of a DTensor: another one once somebody has assigned to `param.data`."""
     return param.untyped_storage()._cdata
@@ -204,6 +224,7 @@ __all__ = [
     "dynamo_errors",
     "file_view",
     "fresh_symbols_ignored",
+    "handle_operator",
     "is_tangent",
     "make_dtensor",
     "no_donated_buffers",
