@@ -371,8 +371,11 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     return [o.value for o in outcomes]
 
 
-def live_tensors() -> tuple[int, int]:
-    """How many real tensors Python can reach in this process, and the bytes of their storages. Collect garbage first."""
+def live_tensors(at_least_bytes: int = 0) -> tuple[int, int]:
+    """How many real tensors Python can reach in this process, and the bytes of their storages. Collect garbage first.
+
+    Storages that are smaller than `at_least_bytes` do not count.
+    """
     tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
     found = [t for t in tensors if not isinstance(getattr(t, "_local_tensor", t), FakeTensor)]  # torch's caches hold fake ones
     sizes: dict[int, int] = {}
@@ -380,4 +383,4 @@ def live_tensors() -> tuple[int, int]:
         if t.layout == torch.strided and t.device.type != "meta" and not hasattr(t, "_local_tensor"):
             storage = t.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
-    return len(found), sum(sizes.values())
+    return len(found), sum(size for size in sizes.values() if size >= at_least_bytes)
