@@ -200,6 +200,24 @@ def refused() -> None:
         zfx.compile(Sparse())(torch.tensor([1, 2]))
 
 
+def norms() -> None:
+    """Clipping where the last rank has no row of a weight: torch alone knows no largest of no elements."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1)).double()
+    model = zfx.compile(copy.deepcopy(plain), limits=RELEASED)
+    x = torch.ones(3, 4, dtype=torch.float64)
+    for foreach in (True, False, None):
+        for order in (float("inf"), 2.0, 1.0):
+            for one in (plain, model):
+                one.zero_grad()
+                one(x).square().sum().backward()
+            wanted, found = (torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1, order, foreach=foreach) for m in (plain, model))
+            assert torch.allclose(found.full_tensor(), wanted, rtol=1e-12), (foreach, order, found, wanted)  # type: ignore[attr-defined]
+            for p, q in zip(model.parameters(), plain.parameters()):
+                assert torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-12), (foreach, order)  # type: ignore[union-attr,arg-type]
+    assert torch.linalg.vector_norm(model[1].weight, float("inf")).full_tensor() == plain[1].weight.abs().max()  # type: ignore[operator]
+
+
 def shown_by_the_profiler() -> None:
     model = zfx.compile(mlp(), limits=RELEASED)
     x = torch.randn(3, 4).double()
@@ -244,3 +262,7 @@ def several() -> None:
 
 def test_functions_copies_refusals_profiler_and_log() -> None:
     assert run_ranks(1, several) == [None]
+
+
+def test_norms_where_a_rank_has_no_row_of_a_parameter() -> None:
+    run_ranks(2, norms)

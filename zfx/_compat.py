@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import nonstrict_trace
 from torch._dynamo.eval_frame import reset_code
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, IntermediateBaseAOTOutput, PlainAOTOutput
+from torch._functorch.partitioners import _is_tangent as is_tangent
 from torch._functorch.partitioners import default_partition
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
@@ -90,6 +93,26 @@ def on_compile(start: Callable[[Any], None], end: Callable[[Any], None]) -> None
         handler.register_end_callback(end)
 
 
+def handle_operator(operator: Any, handler: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Have DTensor ask `handler` for this operator, giving it the operator as DTensor has it itself, and the arguments."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    before = handlers.get(operator)
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        mine = handlers.pop(operator)
+        if before is not None:
+            handlers[operator] = before
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            handlers[operator] = mine
+
+    def asked(op_call: Any, args: Any, kwargs: Any) -> Any:
+        return handler(own, args, kwargs)
+
+    handlers[operator] = asked
+
+
 def outer_storage(param: DTensor) -> int:
     """Which (empty) storage is behind the outside of a DTensor: another one once somebody has assigned to `param.data`."""
     return param.untyped_storage()._cdata
@@ -100,7 +123,7 @@ def backward_accumulates() -> bool:
 
     The node that runs is the captured graph's, below which lies `ToLocal`, or that one; below it lie the parameters.
     """
-    node = torch._C._current_autograd_node()
+    node = current_node()
     for found in (node, *(below for below, _ in node.next_functions)) if node is not None else ():
         if found is not None and found.name().startswith("ToLocal"):
             leaves = [leaf for leaf, _ in found.next_functions if leaf is not None]
@@ -109,6 +132,47 @@ def backward_accumulates() -> bool:
             except RuntimeError:  # torch asks not to be asked about a parameter in torch.autograd.grad
                 return False
     return True
+
+
+def current_node() -> Any:
+    """The autograd node whose backward this thread runs, hooks before it included; None outside of a backward."""
+    return torch._C._current_autograd_node()
+
+
+def captured_node(output: torch.Tensor) -> Any:
+    """The autograd node of the captured graph that this output comes from: its own, or below the views that AOTAutograd makes
+    again outside of the graph. None where no gradient is wanted."""
+    node: Any = output.grad_fn
+    while node is not None and node.name() != "CompiledFunctionBackward":
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node
+
+
+def traced_tangents() -> list[tuple[int, int | None]]:
+    """Called where AOTAutograd compiles a forward. For each tangent of the backward graph: its place among the gradients that the
+    captured graph's autograd node is given, and the number of the output that it is a gradient of, or of the base of; None for an
+    input that the graph changes in place. Empty where outputs are of a tensor class that is taken apart."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return []
+    mutated = [i for i, n in enumerate(metadata.mutated_inp_runtime_indices) if metadata.input_info[n].mutates_data]
+    mutated = [i for i in mutated if metadata.input_info[metadata.mutated_inp_runtime_indices[i]].requires_grad]
+    num_mutated = len(metadata.mutated_inp_runtime_indices)
+    bases = itertools.count(num_mutated + metadata.num_outputs)
+    found: list[tuple[int, int | None]] = []
+    for description in metadata.traced_tangents_descs:
+        of: Any = getattr(description, "output", None)
+        if isinstance(of, PlainAOTOutput):
+            found.append((num_mutated + of.idx, of.idx))
+        elif isinstance(of, IntermediateBaseAOTOutput):
+            of = of.base_of
+            found.append((next(bases), of.idx))
+        elif isinstance(of, InputMutationAOTOutput) and mutated:
+            found.append((mutated.pop(0), None))
+        else:
+            return []
+    return found
 
 
 @contextlib.contextmanager
@@ -162,7 +226,9 @@ __all__ = [
     "all_gather_single",
     "aot_autograd",
     "backward_accumulates",
+    "captured_node",
     "capturing",
+    "current_node",
     "default_partition",
     "default_store",
     "dtensor_spec",
@@ -170,6 +236,8 @@ __all__ = [
     "file_view",
     "forget_captures",
     "fresh_symbols_ignored",
+    "handle_operator",
+    "is_tangent",
     "make_dtensor",
     "no_donated_buffers",
     "nonstrict_trace",
@@ -179,5 +247,6 @@ __all__ = [
     "recompile_limit",
     "reduce_scatter_single",
     "retainable_backwards",
+    "traced_tangents",
     "without_torch_functions",
 ]

@@ -1,9 +1,10 @@
 """Ranks agree before an execution begins, or every one of them raises `RankMismatch`.
 
 Before the first collective of an execution each rank contributes a short digest of what it is about to run to one tiny
-all-reduce (the largest digest and the largest negated digest: equal and opposite where all agree). It travels on a gloo group of
-its own, so no device waits for it. Only where ranks differ, or one does not come, is more said: through the store that the
-process group was made with, every rank that is still there leaves its description, and reads the others'.
+all-reduce (the largest digest and the largest negated digest: equal and opposite where all agree; and a flag, whether one of them
+has something to ask the others later on). It travels on a gloo group of its own, so no device waits for it. Only where ranks
+differ, or one does not come, is more said: through the store that the process group was made with, every rank that is still there
+leaves its description, and reads the others'.
 
 [Note: slow is not gone] A rank that compiles a new graph is late, not gone: it says so in the store, and the others' patience
 starts anew while it does.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +30,6 @@ from .errors import RankMismatch
 
 _GRACE_S = 3.0  # how long a rank that has failed waits for the others' last words; at most a quarter of the timeout
 _alive: weakref.WeakSet[Agreement] = weakref.WeakSet()
-_COMPILE_S = 1800.0  # patience with a rank that says that it compiles
 
 
 class Agreement:
@@ -39,10 +40,11 @@ class Agreement:
         store: the key-value store of the default process group.
         key: prefix in the store, the same on every rank and unique to this object.
         timeout_s: how long to wait for a rank that does not come.
+        work_s: how much longer for one that says why, as it compiles, reads or writes: [Note: slow is not gone].
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: Any, key: str, timeout_s: float) -> None:
-        self.group, self.store, self.key, self.timeout_s = group, store, key, timeout_s
+    def __init__(self, group: dist.ProcessGroup, store: Any, key: str, timeout_s: float, work_s: float = 1800.0) -> None:
+        self.group, self.store, self.key, self.timeout_s, self.work_s = group, store, key, timeout_s, work_s
         self.grace_s = min(_GRACE_S, timeout_s / 4)
         self.rank, self.world_size = group.rank(), group.size()
         self.global_ranks = dist.get_process_group_ranks(group)
@@ -51,8 +53,8 @@ class Agreement:
         _alive.add(self)
         on_compile(_say_compiling, _say_compiled)
 
-    def begin(self, digest: int, description: Sequence[str]) -> None:
-        """Return once every rank has come here with the same digest.
+    def begin(self, digest: int, description: Sequence[str], flag: bool = False) -> bool:
+        """Return once every rank has come here with the same digest; whether the flag of any of them is set.
 
         Raises:
             RankMismatch: a rank runs something else, or did not come within the timeout.
@@ -64,12 +66,13 @@ class Agreement:
                 first_difference=self.broken.first_difference,
             )
         if self.world_size == 1:
-            return
+            return flag
         self.count += 1
-        vote = torch.tensor([digest, -digest], device="cpu")
+        vote = torch.tensor([digest, -digest, flag], device="cpu")
         self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group, async_op=True), description)
         if int(vote[0]) != -int(vote[1]):
             self._fail(description, f"ranks are about to run different plans (execution {self.count})", self.timeout_s)
+        return bool(vote[2])
 
     def least(self, what: str, measure: Callable[[], int]) -> int:
         """The smallest of what the ranks measure, each once every rank has come here for the same thing.
@@ -91,19 +94,23 @@ class Agreement:
         self._finish(dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.group, async_op=True), description)
         return [bool(flag) for flag in vote.tolist()]
 
-    def tell(self, what: str, text: str) -> list[str]:
-        """What every rank says, by rank, each cut to 2,000 bytes. A collective call, as `begin`.
+    def tell(self, what: str, value: Any) -> list[Any]:
+        """What every rank says, by rank: anything small that can be pickled. A collective call, as `begin`.
 
         Raises:
             RankMismatch: as `begin`.
         """
         self.begin(digest_of([what]), [what])
-        words = torch.zeros(self.world_size, 2000, dtype=torch.uint8, device="cpu")
-        own = text.encode()[:2000]
-        words[self.rank, : len(own)] = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
-        if self.world_size > 1:
-            self._finish(dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group, async_op=True), [what])
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in words]
+        if self.world_size == 1:
+            return [value]
+        own = bytearray(pickle.dumps(value))
+        most = torch.tensor([len(own)], device="cpu")
+        self._finish(dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group, async_op=True), [what])
+        words = torch.zeros(int(most), dtype=torch.uint8, device="cpu")
+        words[: len(own)] = torch.frombuffer(own, dtype=torch.uint8)
+        found = [torch.empty_like(words) for _ in range(self.world_size)]
+        self._finish(dist.all_gather(found, words, group=self.group, async_op=True), [what])
+        return [pickle.loads(bytes(row.tolist())) for row in found]  # what follows a pickle in its row is not looked at
 
     def lost(self, error: BaseException, description: Sequence[str]) -> RankMismatch:
         """A collective of the running execution failed: find out who is gone."""
@@ -113,7 +120,7 @@ class Agreement:
         # the all-reduce itself may take for ever; patience is counted here, because a gloo operation that ran into its own
         # timeout can't be waited for again
         allowed = self.timeout_s - self.grace_s
-        patience, end = time.monotonic() + allowed, time.monotonic() + allowed + _COMPILE_S
+        patience, end = time.monotonic() + allowed, time.monotonic() + allowed + self.work_s
         while True:
             left = patience - time.monotonic()
             try:

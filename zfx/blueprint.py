@@ -16,6 +16,7 @@ from .bucket import Transfers, gather_whole
 from .channels import Channels
 from .held import Held
 from .ir import Schedule
+from .nothing import is_nothing
 from .ops import BLUEPRINTS
 from .recapture import Signature
 from .settings import Settings
@@ -102,8 +103,13 @@ class Blueprint:
         """The shards of gradients that waited, and that the last backward did not complete. By index; a collective call."""
         if not values:
             return {}
-        channels = self.agree(f"reduction of what waited: {', '.join(self.names[i] for i in values)}")
-        return dict(zip(values, _reduced(channels, [self.layouts[i].of_held() for i in values], list(values.values()))))
+        assert self.channels is not None
+        lines = [f"reduction of what waited: {', '.join(self.names[i] for i in values)} of {self.model_name}"]
+        agreement, missing = self.channels.agreement, [is_nothing(grad) for grad in values.values()]
+        votes = agreement.begin(digest_of(lines), lines, any(missing))
+        shards = _reduced(self.channels, [self.layouts[i].of_held() for i in values], list(values.values()))
+        nobody = agreement.everywhere(missing, lines) if votes else missing
+        return {i: shard for i, shard, gone in zip(values, shards, nobody) if not gone}
 
     def reduce_now(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """What the naive reduce_scatter does."""

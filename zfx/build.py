@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import fx
 
-from . import leaf, runtime
+from . import runtime
 from .agreement import digest_of
 from .bucket import Transfers
 from .costs import CostModel
 from .held import Mode, Waiting
 from .ir import Bucket, Program, Schedule
+from .nothing import Absences, Sources
 from .passes import plan
 from .passes.extract import extract
 from .passes.lower import Part, lower
-from .passes.nodes import is_reduction
 from .passes.unreduced import holding, joining, with_room
 from .passes.window import plan_windows
 from .shard import Layout
+from .sources import sources_of
 from .text import ranks_of
 from .verify import verify
 from .window import backward_runner, forward_runner
@@ -181,8 +180,8 @@ def _lowered(
     blueprint: Blueprint, gm: fx.GraphModule, number: int, phase: Literal["forward", "backward"], mode: Mode = "reduce"
 ) -> fx.GraphModule:
     part = Part(blueprint.schedules[number], phase, mode)
-    doubtful = _doubtful(gm, blueprint.names) if mode != "hold" and phase == "backward" else {}
-    lowered = lower(gm, part, blueprint.names, _run_plan(blueprint, part, doubtful), runtime)
+    sources = sources_of(gm, blueprint.names) if phase == "backward" else Sources()
+    lowered = lower(gm, part, blueprint.names, _run_plan(blueprint, part, sources), runtime)
     blueprint.graphs[number][phase] = lowered
     return lowered
 
@@ -198,20 +197,7 @@ def _stop(args: list[Any]) -> Any:
 _stop._boxed_call = True  # type: ignore[attr-defined]
 
 
-def _doubtful(gm: fx.GraphModule, names: Sequence[str]) -> dict[str, int]:
-    """Parameters whose gradient is what a leaf's backward returns, and may be nothing: the place of each among the outputs."""
-    found = {}
-    (output,) = gm.graph.find_nodes(op="output")
-    outputs: Any = output.args[0]
-    for place, node in enumerate(outputs):
-        grad: Any = node.args[0] if isinstance(node, fx.Node) and is_reduction(node) else None
-        made_by = grad.args[0] if grad is not None and grad.target is operator.getitem else None
-        if made_by is not None and made_by.target is torch.ops.zfx.leaf_backward.default and leaf.may_skip(made_by.args[-1]):
-            found[names[node.args[2]]] = place
-    return found
-
-
-def _run_plan(blueprint: Blueprint, part: Part, doubtful: dict[str, int]) -> runtime.Plan:
+def _run_plan(blueprint: Blueprint, part: Part, sources: Sources) -> runtime.Plan:
     """What the runtime needs for one of the two graphs, and what ranks compare before they run it."""
     launched = {i.bucket for i in part.instructions() if i.kind in ("all_gather", "reduce_scatter")}
     buckets = [b if b.index in launched else None for b in part.schedule.buckets]
@@ -223,7 +209,8 @@ def _run_plan(blueprint: Blueprint, part: Part, doubtful: dict[str, int]) -> run
         *(_line(blueprint, b) for b in buckets if b),
     ]
     waiting = None if part.gradients == "reduce" else Waiting(blueprint.held, blueprint.index, blueprint.layouts)
-    return runtime.Plan(transfers, blueprint.channels, lines, part.schedule.carried, blueprint.window, waiting, doubtful)
+    absences = Absences(sources, [p for b in buckets if b and b.kind == "reduce_scatter" for p in b.parameters])
+    return runtime.Plan(transfers, blueprint.channels, lines, part.schedule.carried, blueprint.window, waiting, absences)
 
 
 _GRADIENTS = {"reduce": "", "hold": " in no_sync(), whose gradients wait", "join": " with the gradients that waited"}

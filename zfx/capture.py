@@ -21,9 +21,18 @@ import torch
 from torch import fx, nn
 
 from . import build
-from ._compat import aot_autograd, capturing, dynamo_errors, no_donated_buffers, recompile_limit, retainable_backwards
+from ._compat import (
+    aot_autograd,
+    capturing,
+    dynamo_errors,
+    no_donated_buffers,
+    recompile_limit,
+    retainable_backwards,
+    traced_tangents,
+)
 from .build import Captured, Planned
 from .errors import CaptureError, ZfxError
+from .nothing import watched
 from .ops import ALL_GATHER
 from .partition import partition
 from .recapture import Signature, reason
@@ -78,16 +87,20 @@ class _Backend:
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         blueprint = self.blueprint
-        return aot_autograd(
-            fw_compiler=lambda g, _: self._forward(g),
+        tangents: list[tuple[int, int | None]] = []
+
+        def forward(g: fx.GraphModule) -> Callable[[list[Any]], Any]:
+            no_donated_buffers()
+            tangents[:] = traced_tangents()
+            return build.compile_part(blueprint, g)
+
+        compiled = aot_autograd(
+            fw_compiler=lambda g, _: forward(g),
             bw_compiler=lambda g, _: build.compile_part(blueprint, g),
             inference_compiler=lambda g, _: build.compile_inference(blueprint, g),
             partition_fn=lambda joint, inputs, **options: partition(blueprint, joint, inputs, **options),
         )(gm, example_inputs)
-
-    def _forward(self, gm: fx.GraphModule) -> Callable[..., Any]:
-        no_donated_buffers()
-        return build.compile_part(self.blueprint, gm)
+        return watched(compiled, tangents)
 
 
 def _check_captured(blueprint: Blueprint, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

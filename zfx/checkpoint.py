@@ -21,7 +21,7 @@ from . import checkpoint_state as state
 from .checkpoint_load import Resumed, load_run
 from .dcp_writer import FILE_BYTES, STATE, CpuCopy, Writer
 from .progress import progress
-from .rank_group import TORCH_FAILS, RankGroup, explained, no_warnings
+from .together import TORCH_FAILS, RankGroup, explained, no_warnings
 
 log = logging.getLogger("zfx")
 

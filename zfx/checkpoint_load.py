@@ -18,7 +18,7 @@ from .errors import CheckpointError
 from .plain_layout import Layout, plain_layout
 from .plain_state import unpack
 from .progress import progress
-from .rank_group import RankGroup
+from .together import RankGroup
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from ._compat import DCP_PRIVATE_RECORDS, StorageInfo, file_view
 from .errors import CheckpointError
-from .rank_group import no_warnings
+from .together import no_warnings
 
 METADATA = ".metadata"
 

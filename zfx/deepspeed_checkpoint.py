@@ -42,7 +42,7 @@ from .dcp_reader import refusal_of
 from .dcp_writer import STATE, Writer
 from .errors import CheckpointError
 from .plain_state import dtype_name, pack
-from .rank_group import TORCH_FAILS, explained, no_warnings
+from .together import TORCH_FAILS, explained, no_warnings
 
 _RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "momentum", "dampening", "nesterov", "maximize", "initial_lr")

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ._compat import backward_accumulates
 from .errors import LoopError
-from .leaf import is_nothing, nothing
+from .nothing import is_nothing, nothing
 
 Mode = Literal["reduce", "hold", "join"]
 

@@ -8,8 +8,8 @@ others. The price is one more forward of the leaf. Both runs are under the autoc
 RNN modules (LSTM, GRU, RNN) are always leaves: Dynamo does not trace them. Both runs use the train/eval flags of the
 capture; other attributes of a leaf must not change between a forward and its backward.
 
-[Note: nothing] Which of its parameters a leaf uses is known when it has run, and differs by rank. A gradient that there is not is
-zeros that say so (`is_nothing`): they are reduced like any, and where it turns out that no rank had anything, `.grad` gets nothing.
+Which of its parameters a leaf uses is known when it has run, and differs by rank, as does which of its outputs are read:
+[Note: nothing] and [Note: unread] in nothing.py.
 
 [Note: shapes of a leaf] What a leaf returns must be known at capture. It is run there on fake tensors; one that looks at data can't
 be, and is taken to return one tensor shaped like its first floating-point input. The real outputs are compared with what was
@@ -31,6 +31,7 @@ from torch import nn
 
 from ._compat import _reparametrize_module, fresh_symbols_ignored, nonstrict_trace
 from .errors import CaptureError
+from .nothing import Tangents, is_missing, nothing, unread
 from .random_state import random_state, set_random_state
 
 _leaves: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
@@ -133,6 +134,7 @@ class _Site:
         self.guessed = False  # see [Note: shapes of a leaf]
         self.result_others: list[Any] = []
         self.result_shapes: list[tuple[Any, torch.dtype]] = []
+        self.grad_sources: list[Tangents] = []  # of the gradients that the backward is given
 
 
 _sites: dict[int, _Site] = {}
@@ -276,30 +278,31 @@ def leaf_backward(
     inputs: Sequence[torch.Tensor],
     state: torch.Tensor,
     needs: Sequence[bool],
+    read: Sequence[int],
     site: int,
 ) -> list[torch.Tensor]:
-    """Gradients of those parameters and inputs that need one, in order."""
-    return backward_leaf(grads, params, buffers, inputs, state, needs, site)
+    """Gradients of those parameters and inputs that need one, in order. `grads` are those of the outputs that are `read`."""
+    return backward_leaf(grads, params, buffers, inputs, state, needs, read, site)
 
 
 @leaf_backward.register_fake
-def _(grads: Any, params: Any, buffers: Any, inputs: Any, state: Any, needs: Any, site: int) -> list[torch.Tensor]:
+def _(grads: Any, params: Any, buffers: Any, inputs: Any, state: Any, needs: Any, read: Any, site: int) -> list[torch.Tensor]:
     return [t.new_empty(t.shape) for t, needed in zip((*params, *inputs), needs) if needed]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     params, buffers, tensors, ctx.needs, ctx.site = inputs
     ctx.counts = (len(params), len(buffers))
+    ctx.set_materialize_grads(False)  # an output that nothing reads is no source of a gradient, not even of zeros
     ctx.save_for_backward(*params, *buffers, *tensors, output[-1])
 
 
 def _backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
     n, b = ctx.counts
     *saved, state = ctx.saved_tensors
-    shapes = _sites[ctx.site].result_shapes
-    like = saved[0] if saved else state
-    filled = [like.new_zeros(shape, dtype=dtype) if g is None else g for g, (shape, dtype) in zip(grads, shapes)]
-    found = iter(torch.ops.zfx.leaf_backward(filled, saved[:n], saved[n : n + b], saved[n + b :], state, ctx.needs, ctx.site))
+    read = [i for i, g in enumerate(grads[: len(_sites[ctx.site].result_shapes)]) if g is not None]
+    given, params, buffers, inputs = [grads[i] for i in read], saved[:n], saved[n : n + b], saved[n + b :]
+    found = iter(torch.ops.zfx.leaf_backward(given, params, buffers, inputs, state, ctx.needs, read, ctx.site))
     every = [next(found) if needed else None for needed in ctx.needs]
     return every[:n], [None] * b, every[n:], None, None
 
@@ -358,15 +361,18 @@ def backward_leaf(
     inputs: Sequence[torch.Tensor],
     state: torch.Tensor,
     needs: Sequence[bool],
+    read: Sequence[int],
     site: int,
 ) -> list[torch.Tensor]:
+    where, lacking = _sites[site], unread()
+    there = {i: g for i, g, tangents in zip(read, grads, where.grad_sources) if not is_missing(tangents, lacking)}
     leaves = [t.detach().requires_grad_(needed) for t, needed in zip((*params, *inputs), needs)]
     now = random_state(leaves)
     set_random_state(state, leaves)
     try:
         with torch.enable_grad():
-            outputs = _run(_sites[site], leaves[: len(params)], [b.clone() for b in buffers], leaves[len(params) :])
-            pairs = [(o, g) for o, g in zip(outputs, grads) if o.requires_grad]
+            outputs = _run(where, leaves[: len(params)], [b.clone() for b in buffers], leaves[len(params) :])
+            pairs = [(o, there[i]) for i, o in enumerate(outputs) if o.requires_grad and i in there]
             wanted = [t for t in leaves if t.requires_grad]
             found: Sequence[torch.Tensor | None] = [None] * len(wanted)
             if pairs:
@@ -376,15 +382,9 @@ def backward_leaf(
     return [nothing(t) if g is None else g.contiguous() for t, g in zip(wanted, found)]
 
 
-def nothing(like: torch.Tensor) -> torch.Tensor:
-    """See [Note: nothing]."""
-    zeros = like.new_zeros(like.shape)
-    zeros._zfx_nothing = True  # type: ignore[attr-defined]
-    return zeros
-
-
-def is_nothing(grad: torch.Tensor) -> bool:
-    return hasattr(grad, "_zfx_nothing")
+def tell_sources(site: int, tangents: Sequence[Tangents]) -> None:
+    """Where the gradients come from that a leaf's backward is given."""
+    _sites[site].grad_sources = list(tangents)
 
 
 def may_skip(site: int) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from .agreement import digest_of
 from .bucket import Averaging, Gathering, Reduced, Reducing, Transfers
 from .channels import Channels
 from .held import Waiting
+from .nothing import Absences, Sources
 from .window import Window
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class Plan:
         carried: parameters that go from one micro-batch to the next.
         window: where they lie meanwhile; dead once the model is.
         waiting: where gradients are held that wait for a reduction, if the graph holds or joins any.
-        doubtful: parameters that a leaf may leave unused, with the place of their gradients among the graph's outputs.
+        absences: in a backward, gradients that turn out to be nothing.
     """
 
     def __init__(
@@ -84,10 +85,10 @@ class Plan:
         carried: tuple[str, ...] = (),
         window: weakref.ref[Window] | None = None,
         waiting: Waiting | None = None,
-        doubtful: Mapping[str, int] | None = None,
+        absences: Absences | None = None,
     ) -> None:
-        self.carried, self.window, self.waiting, self.doubtful = carried, window, waiting, dict(doubtful or {})
-        self.without: set[str] = set()  # of `doubtful`: whose gradient this rank has nothing of, in the run that goes on
+        self.carried, self.window, self.waiting = carried, window, waiting
+        self.absences = absences or Absences(Sources())
         self.in_flight: set[Gathering | Reducing | Averaging] = set()
         self.transfers, self.description, self.digest = tuple(transfers), tuple(description), digest_of(description)
         if channels is not None:  # else the graph can be read, but not run
@@ -100,15 +101,6 @@ class Plan:
             with contextlib.suppress(RuntimeError):  # a peer is gone: the error that is on its way says more
                 transfer.wait()
         self.in_flight.clear()
-        self.without.clear()
-
-    def without_nothing(self, outputs: Sequence[Any]) -> list[Any]:
-        """The outputs, but None for gradients that no rank had anything of: see [Note: nothing]."""
-        names = list(self.doubtful)
-        unused = self.agreement.everywhere([name in self.without for name in names], self.description)
-        self.without.clear()
-        gone = {self.doubtful[name] for name, flag in zip(names, unused) if flag}
-        return [None if i in gone else output for i, output in enumerate(outputs)]
 
     def open_window(self) -> Window:
         window = self.window() if self.window is not None else None
@@ -117,7 +109,7 @@ class Plan:
 
 
 def begin(plan: Plan) -> Plan:
-    plan.agreement.begin(plan.digest, plan.description)
+    plan.absences.votes = plan.agreement.begin(plan.digest, plan.description, plan.absences.doubt)
     return plan
 
 
@@ -179,19 +171,18 @@ def let_go(tensors: Sequence[torch.Tensor]) -> None:
 
 def hold(plan: Plan, name: str, grad: torch.Tensor) -> None:
     assert plan.waiting is not None
-    plan.waiting.add(name, grad)
+    plan.waiting.add(name, plan.absences.of(name, grad))
 
 
 def join(plan: Plan, name: str, grad: torch.Tensor) -> torch.Tensor:
     assert plan.waiting is not None
-    return plan.waiting.join(name, grad)
+    return plan.absences.joined(name, plan.waiting.join(name, plan.absences.of(name, grad)))
 
 
 def reduce_scatter(plan: Plan, bucket: int, grads: Sequence[torch.Tensor]) -> Reducing:
     transfers = plan.transfers[bucket]
     assert transfers is not None
-    if plan.doubtful:
-        plan.without.update(layout.name for layout, grad in zip(transfers.layouts, grads) if leaf.is_nothing(grad))
+    grads = [plan.absences.of(layout.name, grad) for layout, grad in zip(transfers.layouts, grads)]
     reducing = _doing(plan, "reduce_scatter", transfers, lambda: transfers.reduce_scatter(plan.reductions, grads))
     plan.in_flight.add(reducing)
     return reducing
@@ -234,8 +225,9 @@ def runner(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     def run(args: list[Any]) -> Any:
         meter = GatheredMeter.active
         try:
+            plan.absences.start()
             outputs = gm.forward(args) if meter is None else _Metered(gm, meter, args).run()
-            return plan.without_nothing(outputs) if plan.doubtful else outputs
+            return plan.absences.taken_from(outputs, lambda flags: plan.agreement.everywhere(flags, plan.description))
         except BaseException:
             plan.drain()
             raise

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ._compat import dtensor_spec, make_dtensor
+from .dtensors import quiet_hooks
 from .ir import Parameter
 from .precision import Precision
 from .versions import version
@@ -256,4 +257,7 @@ class ToLocal(torch.autograd.Function):
             ctx.changed(changed)
         more = ctx.finish(list(range(len(grads))))
         summed = [more.get(i) if g is None else g + more[i] if i in more else g for i, g in enumerate(grads)]
+        for param, grad in zip(ctx.params, summed):
+            if grad is None:
+                quiet_hooks(param)
         return (None, None, *(None if g is None else make_dtensor(g, spec) for g, spec in zip(summed, ctx.specs)))

@@ -10,13 +10,7 @@ from .cases import REGISTRY, options_of
 from .runner import DEFAULT_LIMITS, Report, problems, run_case
 
 # Cases that should match and for now do not: (start of the report, why). A case that is mended fails here.
-KNOWN_FAULTS: dict[str, tuple[str, str]] = {
-    "peers_output_nobody_reads": (
-        "DIFFERENT",
-        "AOTAutograd gives the gradient of an output that the loss does not read as zeros, so what only that output needs gets "
-        "zeros, where it should keep None; weight decay then moves it",
-    ),
-}
+KNOWN_FAULTS: dict[str, tuple[str, str]] = {}
 
 # What other tests show in one job of their own, or what is torch's alone.
 SLOW = {
