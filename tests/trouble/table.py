@@ -9,6 +9,7 @@ from .cases import REGISTRY
 from .runner import Report, problems
 
 WORLDS = (2, 3)
+_ROOT = Path(__file__).parents[2]
 _HEAD = """# Trouble cases
 
 Training scripts that went wrong for others, or easily could, and how each ends under zfx: with everything released after use, on 2
@@ -33,7 +34,8 @@ def write(path: Path, reports: Sequence[Report]) -> None:
 
 
 def _outcome(report: Report) -> str:
-    text = report.end if report.end == "match" else f"{report.end}: {_cell(report.detail)[:160]}"
+    detail = _cell(report.detail).replace(f"{_ROOT}/", "")  # where this checkout lies is nobody's business
+    text = report.end if report.end == "match" else f"{report.end}: {detail[:160]}"
     return text if not problems(report) else f"**not as expected** {text}"
 
 
