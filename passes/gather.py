@@ -27,11 +27,11 @@ from .view import structural_us
 def bucket_gathers(schedule: Schedule) -> Schedule:
     """Partition the gather order into buckets: the least time; among equals, the least bytes times steps, then the fewest.
 
-    A bucket has at most `prefetch_bucket_size` elements and stays on its side of the turn; all of it comes from secondary shards, or
-    nothing does. Time is that of gathers and compute, each bucket launched as early as memory allows. Which point that is depends on the last member alone: the whole prefix of the
-    order up to it must fit from there on, whatever the buckets are. So buckets are found by dynamic programming, see `partition`.
-    Members below `costs.pack_threshold_bytes` travel packed if there are two or more, and if the bounds allow the packing
-    buffer; the dynamic program does not foresee its bytes.
+    A bucket has at most `prefetch_bucket_size` elements and stays on its side of the turn; all of it comes from secondary shards,
+    or nothing does. Time is that of gathers and compute, each bucket launched as early as memory allows. Which point that is
+    depends on the last member alone: the whole prefix of the order up to it must fit from there on, whatever the buckets are. So
+    buckets are found by dynamic programming, see `partition`. Members below `costs.pack_threshold_bytes` travel packed if there are
+    two or more, and if the bounds allow the packing buffer; the dynamic program does not foresee its bytes.
 
     Guarantee: fits the limits if the argument does with every gather alone, launched at its wait, which is where this launches
     them. Optimal where `partition` is, among buckets that are closed once larger ones would save next to nothing

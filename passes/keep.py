@@ -56,9 +56,9 @@ def keep_parameters(schedule: Schedule) -> Schedule:
     seam in `Schedule.carried`: the same ones in each of the windows "first", "middle" and "last". Every interval is a gather of
     its own, launched at its first read. Depends on durations never, on other bytes only under `memory_budget`.
     What is resharded (`Program.reshard_to`) is not exact: to keep, to reshard or to gather again are three choices for each
-    parameter, a harder knapsack. Two orders are tried, to reshard first and to keep first, and the one is taken whose gathers take
-    less time in all: never more than without resharding. A parameter is resharded only if its gather takes no longer that way;
-    without `memory_budget`, all that are gathered again are.
+    parameter, a harder knapsack. Three orders are tried: to reshard all that fit first, to reshard the half with the widest gaps
+    first, and to keep first. The one is taken whose gathers take the least time in all: never more than without resharding. A
+    parameter is resharded only if its gather takes no longer that way; without `memory_budget`, all that are gathered again are.
     Cost: linear in steps, O(log) in reads.
 
     Raises:
@@ -217,7 +217,7 @@ def _kept_and_resharded(
     program: Program, limits: Limits, every: Sequence[Gap], wanted: Sequence[Gap], room: Room
 ) -> tuple[list[Gap], list[_Part]]:
     """The gaps to keep, none of them over the seam, and what to reshard in the room that they leave."""
-    candidates = list(_parts(program, every))
+    candidates = sorted(_parts(program, every), key=lambda part: part.gap.start)  # the widest gaps first, if they are nested
 
     def plan(first: Sequence[_Part]) -> tuple[list[Gap], list[_Part]]:
         kept = _consistent(program, every, wanted, lambda those: _best(program, limits, those, room, first))
@@ -233,7 +233,9 @@ def _kept_and_resharded(
         )
 
     turn = turn_of(program)
-    return min((plan(candidates), plan(())), key=gathers_us) if candidates else plan(())
+    if not candidates:
+        return plan(())
+    return min((plan(candidates), plan(candidates[: len(candidates) // 2]), plan(())), key=gathers_us)
 
 
 def _parts(program: Program, every: Sequence[Gap]) -> Iterator[_Part]:
@@ -244,7 +246,7 @@ def _parts(program: Program, every: Sequence[Gap]) -> Iterator[_Part]:
     for gap in every:
         parameter = gap.parameter
         saved_us = program.costs.gather_us(parameter.num_bytes) - program.costs.gather_us(parameter.num_bytes, secondary=True)
-        if gap.start <= turn < gap.stop and parameter.name not in escapes and parameter.num_bytes and saved_us >= 0:
+        if gap.start <= turn < gap.stop and parameter.name not in escapes and saved_us >= 0:
             last = reads[parameter.name][-1]
             yield _Part(gap, Hold(2 * gap.start + 1, 2 * last + 2, 0, program.secondary_bytes(parameter), saved_us))
 

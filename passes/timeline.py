@@ -291,6 +291,7 @@ def write(timeline: Timeline) -> Schedule:
         resharded[reshard.start].append(reshard.parameter.name)
     for point, members in resharded.items():
         rows[point].append(Instruction("reshard", point, tuple(members)))
+    secondaries = {name for members in resharded.values() for name in members}
     released: dict[int, list[str]] = defaultdict(list)
     kept: set[str] = set()
     carried = {interval.parameter.name for interval in timeline.carried}
@@ -314,7 +315,7 @@ def write(timeline: Timeline) -> Schedule:
         tuple(instruction for point in sorted(rows) for instruction in rows[point]),
         tuple(p.name for p in program.parameters if p.name in kept),
         tuple(p.name for p in program.parameters if p.name in carried),
-        tuple(p.name for p in program.parameters if any(p.name in names for names in resharded.values())),
+        tuple(p.name for p in program.parameters if p.name in secondaries),
     )
 
 
