@@ -97,7 +97,7 @@ def test_a_budget_decides_how_many_are_resharded_and_who_is_kept_instead() -> No
         assert simulate(schedule).peak.total <= budget and times[0] <= times[1] * (1 + 1e-9)
         found.append((len(schedule.resharded), len(schedule.kept), times[0] / times[1]))
     assert any(resharded >= 4 and kept >= 4 for resharded, kept, _ in found)
-    assert min(ratio for _, _, ratio in found) < 0.7
+    assert min(ratio for _, _, ratio in found) < 0.75
     assert found[-1] == (0, 16, 1.0)  # room for all
 
 
