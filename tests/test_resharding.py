@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import networkx
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,13 +23,22 @@ from tests.harness import run_ranks
 from tests.test_live_parameters import live_bytes
 from zfx.certificate import certify
 from zfx.channels import Channels
+from zfx.cli import run
 from zfx.costs import CostModel, Link
+from zfx.diff import diff
+from zfx.dump import from_json, to_networkx, writer_of
+from zfx.estimate import facts_of
 from zfx.ir import Instruction, Limits, Program, Schedule
 from zfx.passes import plan, stages
 from zfx.passes.timeline import read, write
 from zfx.passes.window import plan_windows
+from zfx.picture import payload
+from zfx.presets import costs_for
+from zfx.reasons import tell
 from zfx.simulate import Span, simulate
 from zfx.testing import assert_valid, chain, problems
+from zfx.text import report
+from zfx.trace import to_trace
 from zfx.verify import verify, violations
 from zfx.wire import CollectiveWire
 
@@ -331,3 +343,76 @@ def in_replicas() -> None:
 @pytest.mark.slow
 def test_two_replicas_of_four_ranks_in_groups_of_two() -> None:
     run_ranks(8, in_replicas, timeout=290)
+
+
+# ---- every other room -----------------------------------------------------------------------------------------------------
+
+
+def test_drawings_and_figures_tell_of_it() -> None:
+    on, off = layers(), plan(chain(6, costs=SLOW_WORLD), NOTHING_KEPT)
+    page, lines = str(on), report(on)
+    assert "4 ranks (resharded to 2)" in page and "200 B from secondary shards" in page and "reshard p0" in page
+    assert "5 over the turn, 100 B in secondary shards: p0, p1, p2, p3, p4" in page and "from secondary shards: " in page
+    assert "resharded            5 over the turn" in lines and "secondary 100 B" in lines
+    graph = to_networkx(on)
+    assert networkx.is_directed_acyclic_graph(graph) and graph.graph["reshard_to"] == 2
+    reasons = Counter(facts["reason"] for _, _, facts in graph.edges(data=True))
+    assert reasons["resharded"] == 5
+    copies = [facts for _, facts in graph.nodes(data=True) if facts["kind"] == "reshard"]
+    assert sum(facts["num_bytes"] for facts in copies) == 100 and all(facts["stream"] == "compute" for facts in copies)
+    again = [facts for _, facts in graph.nodes(data=True) if facts["kind"] == "all_gather" and facts.get("secondary")]
+    assert sum(facts["duration_us"] for facts in again) == sum(10 + facts["num_bytes"] / 10 for facts in again)
+    trace = json.loads(to_trace(on))
+    assert max(event["args"].get("secondary", 0) for event in trace["traceEvents"] if event["ph"] == "C") == 100
+    assert sum(event.get("cat") == "reshard" for event in trace["traceEvents"]) == len(copies)
+    story = tell(on)
+    drawn = payload(story, certify(on))
+    assert drawn["reshard_to"] == 2 and max(drawn["moments"]["secondary"]) == 100
+    assert drawn["moments"]["kind"].count("h") == len(copies)
+    said = " ".join(line for what in (*story.collectives, *story.lives) for line in what.why)
+    assert "From secondary shards, between 2 ranks." in said and "a secondary shard of 20 B stays" in said
+    for writer in (".dot", ".graphml", ".html"):
+        assert writer_of(f"x{writer}")(on)
+    figures, without = facts_of(on), facts_of(off)
+    assert figures["resharded"] == {"count": 5, "bytes": 100} and figures["volume"]["secondary_bytes"] == 200
+    assert figures["time"]["secondary_us"] < figures["time"]["gather_us"]
+    assert figures["memory"]["forward_end"]["secondary_bytes"] == 100
+    assert "secondary" not in json.dumps(without) and "reshard" not in json.dumps(without)
+    found = diff(off, on)
+    assert found["resharded"] == {"added": ["p0", "p1", "p2", "p3", "p4"]} and found["totals"]["secondary_bytes"] == (0, 200)
+
+
+def test_presets_price_the_smaller_group() -> None:
+    costs = costs_for("h100", "nvlink:8,ib", 64, reshard_to=8)
+    assert costs.secondary == costs_for("h100", "nvlink:8,ib", 8).gather and costs_for("h100", "nvlink:8,ib", 64).secondary is None
+    assert costs.gather_us(2**30, secondary=True) < costs.gather_us(2**30)
+    ethernet = costs_for("h100", "nvlink:8,eth100", 64, reshard_to=8)
+    assert ethernet.gather_us(2**30, secondary=True) < ethernet.gather_us(2**30) / 10
+    with pytest.raises(ValueError, match="can't be divided into groups of 7"):
+        costs_for("h100", "nvlink:8,ib", 64, reshard_to=7)
+
+
+TARGET = """
+import torch
+from torch import nn
+
+def net():
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))), torch.randn(4, 512)
+"""
+
+
+def test_zfx_plan_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "target.py").write_text(TARGET)
+    target, schedule = f"{tmp_path / 'target.py'}:net", tmp_path / "schedule.json"
+    options = ["--optimizer", "none", "--max-reuse-distance", "0", "--param-persistence-threshold", "0", "--json"]
+    group = ["--reshard-after-forward", "8"]
+    assert run(["plan", target, "--world-size", "16", *group, *options, "--out", str(schedule)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["reshard_to"] == 8 and answer["resharded"]["count"] > 3 and "resharded to 8" in answer["costs"]
+    assert from_json(schedule.read_text()).resharded and run(["verify", str(schedule)]) == 0
+    capsys.readouterr()
+    assert run(["plan", target, "--world-size", "12", *group, *options]) == 2
+    assert "does not divide the 12 ranks" in capsys.readouterr().out
+    assert run(["plan", target, "--find-world-size", *group, *options]) == 0
+    assert "reshard_to" not in json.loads(capsys.readouterr().out)  # one rank is enough

@@ -162,9 +162,8 @@ def plan(
         "reduce_bucket_size": reduce_bucket_size,
         "param_persistence_threshold": param_persistence_threshold,
     }
-    cluster = _Cluster(
-        device, network, costs, margin, optimizer, memory_budget, {k: v for k, v in elements.items() if v is not None}, replicas, smaller
-    )
+    given = {name: value for name, value in elements.items() if value is not None}
+    cluster = _Cluster(device, network, costs, margin, optimizer, memory_budget, given, replicas, smaller)
     if world_size is not None:
         cluster.costs_at(world_size)  # wrong names are told before the long work
     found = targets.load(target, batch=batch, seq=seq, dtype=dtype)
@@ -192,14 +191,15 @@ def plan(
 
 
 def _smaller_group(wanted: int | None, world_size: int | None, replicas: int) -> Callable[[int], int]:
-    """From the ranks of a replica to those of the groups that parameters are resharded to. Of sizes that are tried, those that can't
-    be divided that way do without."""
+    """From the ranks of a replica to those of the groups that parameters are resharded to. Numbers of ranks that can't be divided
+    that way, which are only tried, do without."""
     from .api import smaller_group
 
     if wanted is not None and wanted < 2:
         raise Usage(f"--reshard-after-forward must be at least 2, got {wanted}")
-    if wanted is not None and world_size is not None and (world_size // replicas) % wanted:
-        raise Usage(f"--reshard-after-forward {wanted} does not divide the {world_size // replicas} ranks that parameters are sharded over")
+    num_shards = 0 if world_size is None else world_size // replicas
+    if wanted is not None and num_shards % wanted:
+        raise Usage(f"--reshard-after-forward {wanted} does not divide the {num_shards} ranks that parameters are sharded over")
     return lambda num_shards: 0 if wanted is None or num_shards % wanted else smaller_group(wanted, num_shards)
 
 

@@ -132,7 +132,8 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
         phase = steps[min(point, len(steps) - 1)].phase if steps else "forward"
         for instruction in instructions:
             nodes.append((f"instruction_{next(number)}", instruction))
-            graph.add_node(nodes[-1][0], position=len(nodes) - 1, phase=phase, **_instruction_facts(schedule, instruction, parameters))
+            facts = _instruction_facts(schedule, instruction, parameters)
+            graph.add_node(nodes[-1][0], position=len(nodes) - 1, phase=phase, **facts)
         if point < len(steps):
             nodes.append((f"step_{point}", steps[point]))
             graph.add_node(nodes[-1][0], position=len(nodes) - 1, **_step_facts(steps[point], point))

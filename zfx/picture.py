@@ -2,7 +2,8 @@
 
     head       what is achieved beside what is possible (the certificate)
     lanes      phase, compute, gather, reduce, all_reduce if there are replicas, and the life of the parameter that one looks for
-    memory     parameters, packing, secondary shards, gradients, activations, shards, stacked on the same time axis, with the limit as a line
+    memory     parameters, packing, secondary shards, gradients, activations, shards, stacked on the same time axis, with the limit
+               as a line
     details    of what is selected: bytes, times, reasons
 
 The page needs no network, and forbids itself any: its scripts are let in by their digests alone. The data stand in it as JSON,

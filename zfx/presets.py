@@ -173,8 +173,8 @@ def costs_for(device: str, network: str, world_size: int, replicas: int = 1, res
         reshard_to: how many ranks in a row have a parameter between them once it is resharded; 0: none is.
 
     Raises:
-        ValueError: the ranks can't be divided among the replicas, or those of a replica into groups of `reshard_to`, an unknown name (the message lists the known ones), a tier that
-            doesn't fit the one before, or more ranks than the network reaches.
+        ValueError: the ranks can't be divided among the replicas, or those of a replica into groups of `reshard_to`, an unknown
+            name (the message lists the known ones), a tier that doesn't fit the one before, or more ranks than the network reaches.
 
     Example:
         >>> costs = costs_for("h100", "nvlink:8,ib", 64)

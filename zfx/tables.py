@@ -60,7 +60,7 @@ def print_plan(answer: Mapping[str, Any]) -> None:
         console.print("What follows is the schedule that holds least, which is too much all the same.\n")
 
     console.print("Memory of a rank")
-    kinds = {"parameters": "gathered", "packing": "packing", "gradients": "gradients", "activations": "activations", "shards": "shards"}
+    kinds = {"parameters": "gathered", **{kind: kind for kind in ("packing", "gradients", "activations", "shards")}}
     if "reshard_to" in answer:
         kinds["secondary"] = "secondary"
     blanks = [""] * len(kinds)
