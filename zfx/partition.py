@@ -88,7 +88,7 @@ def _reshard(blueprint: Blueprint, name: str, forward: fx.GraphModule, backward:
         part = forward.graph.call_function(RESHARD, (whole, numel, index))
     part.meta["val"] = saved.meta["val"] = whole.meta["val"].new_empty((numel,))
     outputs: Any = output.args[0]
-    output.args = ([part if i >= num_outputs and value is shard else value for i, value in enumerate(outputs)],)
+    output.args = (tuple(part if i >= num_outputs and value is shard else value for i, value in enumerate(outputs)),)
     forward.recompile()
 
 
