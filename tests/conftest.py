@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 from collections.abc import Generator
 
@@ -24,6 +25,11 @@ STDERR = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)  # capturing is suspended here: this is the real stderr
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()  # a million objects of torch, transformers and pytest, which every collection would look through
 
 
 @pytest.hookimpl(wrapper=True)

@@ -172,6 +172,7 @@ def _perform(job: _Job, connection: Connection) -> None:
         dist.destroy_process_group()
     gc.collect()
     _current = None
+    gc.freeze()  # what lives on is torch's: never to be looked through again, or each job is slower than the one before
     connection.send_bytes(pickle.dumps(("ready", None)))
 
 
@@ -192,6 +193,8 @@ def _worker(connection: Connection, log_path: str, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
     connection.send_bytes(pickle.dumps(("ready", None)))
     with contextlib.suppress(EOFError):
         while True:
@@ -371,8 +374,11 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     return [o.value for o in outcomes]
 
 
-def live_tensors() -> tuple[int, int]:
-    """How many real tensors Python can reach in this process, and the bytes of their storages. Collect garbage first."""
+def live_tensors(at_least_bytes: int = 0) -> tuple[int, int]:
+    """How many real tensors Python can reach in this process, and the bytes of their storages. Collect garbage first.
+
+    Storages that are smaller than `at_least_bytes` do not count.
+    """
     tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
     found = [t for t in tensors if not isinstance(getattr(t, "_local_tensor", t), FakeTensor)]  # torch's caches hold fake ones
     sizes: dict[int, int] = {}
@@ -380,4 +386,4 @@ def live_tensors() -> tuple[int, int]:
         if t.layout == torch.strided and t.device.type != "meta" and not hasattr(t, "_local_tensor"):
             storage = t.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
-    return len(found), sum(sizes.values())
+    return len(found), sum(size for size in sizes.values() if size >= at_least_bytes)

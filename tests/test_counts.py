@@ -130,7 +130,6 @@ def test_each_block_is_gathered_and_reduced_as_often_as_the_limits_call_for() ->
 
 def lora() -> dict[str, Any]:
     """A frozen 8-block Llama with LoRA on attention and MLP: what one training step reduces and holds."""
-    pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 

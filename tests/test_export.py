@@ -13,7 +13,7 @@ from torch import nn
 
 import zfx
 from tests.checkpoint_jobs import Awkward, Job
-from tests.harness import run_ranks
+from tests.harness import live_tensors, run_ranks
 from zfx.cli import run as cli
 from zfx.export import contents_of, export
 
@@ -88,16 +88,7 @@ class Peak:
         self.most = 0
 
     def look(self, *args: Any) -> None:
-        sizes = {}
-        for t in gc.get_objects():
-            if (
-                issubclass(type(t), torch.Tensor)
-                and not t.is_meta
-                and not hasattr(t, "_local_tensor")
-                and t.untyped_storage().nbytes() > 10**5
-            ):
-                sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        self.most = max(self.most, sum(sizes.values()))
+        self.most = max(self.most, live_tensors(at_least_bytes=10**5)[1])
 
 
 def check_bounds(folder: Path, width: int, num_layers: int, file_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:

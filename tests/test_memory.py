@@ -8,11 +8,13 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 from tests.harness import live_tensors, run_ranks
+from zfx.ir import Program, Schedule
+from zfx.runtime import Plan
 
-NUM_TIMES = 8
+NUM_TIMES = 3
 NUM_STEPS = 3
 
 
@@ -47,18 +49,24 @@ def train_and_drop(keep: list[torch.Tensor] | None = None) -> weakref.ref[nn.Mod
     return weakref.ref(model)
 
 
-def churn() -> tuple[list[bool], list[tuple[int, int]]]:
-    """Whether each model died, and (number, bytes) of live tensors at the start and after each; a job.
+def num_plans() -> int:
+    """Captured graphs and schedules that are alive, with all that belongs to them."""
+    return sum(type(thing) in (fx.Graph, fx.GraphModule, fx.Node, Program, Schedule, Plan) for thing in gc.get_objects())
+
+
+def churn() -> tuple[list[bool], list[tuple[int, int]], list[int]]:
+    """Whether each model died, (number, bytes) of live tensors, and plans alive: at the start and after each; a job.
 
     The start comes after a first model, which fills caches that are made once for the life of a process.
     """
-    died, live = [], []
+    died, live, plans = [], [], []
     for _ in range(NUM_TIMES + 1):
         ref = train_and_drop()
         gc.collect()
         died.append(ref() is None)
         live.append(live_tensors())
-    return died, live
+        plans.append(num_plans())
+    return died, live, plans
 
 
 def first_model() -> tuple[int, int]:
@@ -83,10 +91,11 @@ def leak() -> tuple[tuple[int, int], tuple[int, int]]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_is_left_of_a_model(world_size: int) -> None:
-    for died, live in run_ranks(world_size, churn, timeout=200):
+    for died, live, plans in run_ranks(world_size, churn, timeout=200):
         assert all(died), f"models {[i for i, dead in enumerate(died) if not dead]} of {len(died)} are still alive"
         grown = any(a > b for a, b in zip(live[-1], live[0]))
         assert not grown, f"(tensors, bytes) after the first model {live[0]}, after {NUM_TIMES} more {live[-1]}"
+        assert plans == [0] * len(plans), f"graphs, nodes and schedules that are alive after each model: {plans}"
 
 
 def test_the_first_model_leaves_no_more_than_small_caches() -> None:

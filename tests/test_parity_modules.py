@@ -340,7 +340,7 @@ def check(spec: Spec, many_limits: tuple[Any, ...]) -> None:
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking takes minutes; `slow` does it
 
 
-@settings(max_examples=15, phases=PHASES)
+@settings(max_examples=8, phases=PHASES)
 @given(SPECS, st.tuples(limits_strategy(), limits_strategy()))
 def test_random_modules_under_random_limits(spec: Spec, many_limits: tuple[Any, ...]) -> None:
     check(spec, many_limits)

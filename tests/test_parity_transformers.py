@@ -216,19 +216,19 @@ def check(name: str, world_size: int) -> None:
     assert not any(found), "\n".join(f"rank {rank}: {len(bad)} differ, first {bad[:4]}" for rank, bad in enumerate(found))
 
 
-# others that run by default cover as much
-ALIKE = {("qwen2", 1), ("qwen2", 2), ("llama", 1), ("bert", 1), ("vit", 1), ("whisper", 1)}
+# by default; the others are slow, and much like these
+DEFAULT = {("llama", 2), ("llama_tied", 3), ("mixtral", 2), ("t5", 1), ("t5", 2), ("gpt2", 2), ("bert", 2), ("vit", 2)}
 
 
 @pytest.mark.parametrize(("name", "world_size"), [
-    pytest.param(name, size, marks=[pytest.mark.slow] if (name, size) in ALIKE else []) for name in MODELS for size in (1, 2)
+    pytest.param(name, size, marks=[] if (name, size) in DEFAULT else [pytest.mark.slow]) for name in MODELS for size in (1, 2)
 ])  # fmt: skip
 def test_equals_the_plain_model_or_ddp_bit_for_bit(name: str, world_size: int) -> None:
     check(name, world_size)
 
 
 @pytest.mark.parametrize(("name", "world_size"), [
-    pytest.param(name, size, marks=[] if (name, size) == ("llama_tied", 3) else [pytest.mark.slow])
+    pytest.param(name, size, marks=[] if (name, size) in DEFAULT else [pytest.mark.slow])
     for name in MODELS for size in (3, 4)
 ])  # fmt: skip
 def test_equals_the_rank_mean(name: str, world_size: int) -> None:

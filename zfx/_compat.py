@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import nonstrict_trace
+from torch._dynamo.eval_frame import reset_code
 from torch._functorch.partitioners import default_partition
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
@@ -134,6 +136,15 @@ def without_torch_functions() -> Any:
     return torch._C.DisableTorchFunction()
 
 
+def forget_captures(code: types.CodeType, scope: dict[str, Any]) -> None:
+    """Drop what Dynamo has captured of a function that is gone, and what it has put among its globals, which were its own.
+
+    Nothing else ever does: Dynamo keeps for ever the code that it has made, and with it the code that it was made of.
+    """
+    reset_code(code)
+    scope.update(dict.fromkeys(scope))  # the names stay: Dynamo deletes its own, should it let go after all
+
+
 def recompile_limit() -> int:
     return torch._dynamo.config.recompile_limit
 
@@ -157,6 +168,7 @@ __all__ = [
     "dtensor_spec",
     "dynamo_errors",
     "file_view",
+    "forget_captures",
     "fresh_symbols_ignored",
     "make_dtensor",
     "no_donated_buffers",

@@ -3,6 +3,7 @@
     another module, outside the model     a.weight is b.weight, and only a is compiled: b would keep the old whole tensor
     a model that was compiled before      the same, seen from the other side
     a view under another name             b.weight = nn.Parameter(a.weight.detach()), a buffer that is a view of a weight
+    an optimizer that was built before    it would go on stepping the old, whole parameters
     a hook that sets a weight             old-style weight_norm, spectral_norm and prune on the outermost module itself
 
 Weights that are tied within the model, one Parameter under several names, stay tied.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +49,7 @@ def check_aliases(model: nn.Module) -> None:
                 "now; compile one module that holds both, or give this one a weight of its own (clone it)"
             )
     _check_views(model)
-    _check_outside(model)
+    _check_holders(model)
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod)):
             raise ValueError(
@@ -75,28 +77,47 @@ def _check_views(model: nn.Module) -> None:
             row.append((start, stop, name))
 
 
-def _check_outside(model: nn.Module) -> None:
-    found = next(_outside(model), None)
-    if found is None:
+def _check_holders(model: nn.Module) -> None:
+    if next(_holders(model), None) is None:
         return
     gc.collect()  # was it on its way out?
-    found = next(_outside(model), None)
-    if found is not None:
+    holder, name = next(_holders(model), (None, ""))
+    if isinstance(holder, torch.optim.Optimizer):
         raise ValueError(
-            f"parameter {found[0]!r} is also held by a {found[1]} outside the model, which would keep the whole tensor as it is "
-            "now; compile one module that holds both, or clone the weight"
+            f"the optimizer {type(holder).__name__} was built before zfx.compile and holds the whole parameter {name!r}, which "
+            "it would go on stepping while the model never moves; build it after zfx.compile, from model.parameters()"
+        )
+    if holder is not None:
+        raise ValueError(
+            f"parameter {name!r} is also held by a {type(holder).__name__} outside the model, which would keep the whole tensor "
+            "as it is now; compile one module that holds both, or clone the weight"
         )
 
 
-def _outside(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(parameter, class of a module that holds it and is not one of the model's)."""
+def _holders(model: nn.Module) -> Iterator[tuple[nn.Module | torch.optim.Optimizer, str]]:
+    """Each optimizer, and each module outside the model, that holds one of its parameters; and the parameter's name."""
     inside = {id(module) for module in model.modules()}
     dicts = {id(module._parameters) for module in model.modules()}  # shallow copies of a module share it, and see the shards
     names = {id(param): owners[0].name for param, owners in unique_parameters(model)}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), nn.Module) or id(thing) in inside:
-            continue
-        params = thing.__dict__.get("_parameters") or {}
-        for param in params.values() if id(params) not in dicts else ():
-            if param is not None and id(param) in names:
-                yield names[id(param)], type(thing).__name__
+    for thing in _living(nn.Module, torch.optim.Optimizer):
+        if isinstance(thing, torch.optim.Optimizer):
+            held = [p for group in getattr(thing, "param_groups", ()) for p in group["params"]]
+        else:
+            params = thing.__dict__.get("_parameters") or {}
+            held = [] if id(thing) in inside or id(params) in dicts else list(params.values())
+        for param in held:
+            if id(param) in names:
+                yield thing, names[id(param)]
+
+
+def _living(*classes: type) -> list[Any]:
+    """All objects of these classes and of those derived from them, in one walk over what Python knows: there may be millions."""
+    kinds: set[type] = set()
+    new = list(classes)
+    while new:
+        kind = new.pop()
+        if kind not in kinds:
+            kinds.add(kind)
+            new += type.__subclasses__(kind)
+    # not isinstance: asking a lazy object for its class may load it
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]

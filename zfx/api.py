@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -291,7 +290,6 @@ def _check_model(model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         if module is not model and "_zfx_engine" in module.__dict__:
             raise ValueError(f"the submodule {prefix!r} is compiled by zfx already; compile the outermost model only")
-    params = {}
     for param, owners in unique_parameters(model):
         name = owners[0].name
         if isinstance(param, nn.UninitializedParameter):
@@ -303,10 +301,8 @@ def _check_model(model: nn.Module) -> None:
                 f"parameter {name!r} has a hook that was registered before zfx.compile; it would see this rank's shard of "
                 f"the gradient instead of all rows. Register hooks after zfx.compile, and let them work on DTensors"
             )
-        params[id(param)] = name
     _check_sparse(model)
     check_aliases(model)
-    _check_optimizers(params)
 
 
 def _check_init(model: nn.Module, init_fn: Any) -> None:
@@ -324,20 +320,6 @@ def _check_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(f"{name!r} makes sparse gradients, which can't be reduced to shards: build it with sparse=False")
-
-
-def _check_optimizers(params: dict[int, str]) -> None:
-    """An optimizer built before would go on stepping the old, whole parameters: the model would never move."""
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.optim.Optimizer):  # not isinstance: asking a lazy object for its class may load it
-            continue
-        for group in getattr(thing, "param_groups", ()):
-            for p in group["params"]:
-                if id(p) in params:
-                    raise ValueError(
-                        f"the optimizer {type(thing).__name__} was built before zfx.compile and holds the whole parameter "
-                        f"{params[id(p)]!r}; build it after zfx.compile, from model.parameters()"
-                    )
 
 
 def find_ranks(

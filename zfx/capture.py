@@ -13,6 +13,7 @@ import os
 import re
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,16 @@ def compiled(blueprint: Blueprint, traced: Callable[..., Any]) -> Callable[..., 
 
 
 class _Backend:
-    """Called by Dynamo with each graph that it captures."""
+    """Called by Dynamo with each graph that it captures. Dynamo keeps every backend for ever, so this one keeps no plans alive."""
 
     def __init__(self, blueprint: Blueprint) -> None:
-        self.blueprint = blueprint
+        self._blueprint = weakref.ref(blueprint)
+
+    @property
+    def blueprint(self) -> Blueprint:
+        blueprint = self._blueprint()
+        assert blueprint is not None, "a model is captured only while its engine lives"
+        return blueprint
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         blueprint = self.blueprint
@@ -77,7 +84,6 @@ class _Backend:
             inference_compiler=lambda g, _: build.compile_inference(blueprint, g),
             partition_fn=lambda joint, inputs, **options: partition(blueprint, joint, inputs, **options),
         )(gm, example_inputs)
-
 
     def _forward(self, gm: fx.GraphModule) -> Callable[..., Any]:
         no_donated_buffers()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from . import build, capture
-from ._compat import backward_accumulates
+from ._compat import backward_accumulates, forget_captures
 from .blueprint import Blueprint
 from .errors import CaptureError
 from .held import Held
@@ -306,6 +306,7 @@ class Engine:
             traced.__defaults__,
             traced.__closure__,
         )
+        weakref.finalize(own, forget_captures, own.__code__, own.__globals__).atexit = False
         return own
 
     # ---- planning without running --------------------------------------------------------------------------------------
