@@ -93,7 +93,7 @@ def _within(program: Program, limits: Limits) -> list[Gap]:
 
 
 def _reach(timeline: Timeline) -> list[int]:
-    return farthest(timeline, earliest_launches(timeline), float("inf"))
+    return farthest(timeline, earliest_launches(timeline), lambda gather: float("inf"))
 
 
 def _fetches(timeline: Timeline) -> tuple[Runs, list[int]]:

@@ -12,7 +12,10 @@ from dataclasses import replace
 from zfx.ir import Limits, Program, Schedule
 
 from .baselines import BASELINES
-from .place import earliest_launches, launch_late
+from .gather import bucket_gathers
+from .keep import keep_parameters
+from .place import earliest_launches, launch_early, launch_late
+from .reduce import bucket_reductions
 from .timeline import Timeline, read, with_launches, write
 from .timing import simulate
 from .view import actual_us, condensed, structural_us
@@ -28,12 +31,18 @@ def choose_fastest(schedule: Schedule) -> Schedule:
     baseline is then placed anew, by the durations of this rank. Between micro-batches nothing is compared: the windows must
     keep and carry the same, and no baseline carries anything.
 
+    Where parameters may be resharded, what would be planned if none were is compared, too: secondary shards take memory in which
+    gathers could have been launched earlier.
+
     Guarantee: by `structural_us`, no baseline finishes earlier than what is returned (to one part in 1e9, for rounding).
     Cost: linear; three baselines of the condensed program, see `condensed`.
     """
     program, limits = schedule.program, schedule.limits
     if program.window != "only":
         return schedule
+    if program.reshard_to:
+        without = replace(choose_fastest(_planned(replace(program, reshard_to=0), limits)), program=program)
+        return schedule if _finish_us(schedule) <= _finish_us(without) * (1 + 1e-9) else without
     fastest = _faster_rule(condensed(program, limits), limits, _finish_us(schedule))
     if fastest is None:
         return schedule
@@ -41,6 +50,14 @@ def choose_fastest(schedule: Schedule) -> Schedule:
     if not program.uniform:
         best = write(placed_again(read(best), actual_us(program)))
     return wait_reductions(launch_late(best))
+
+
+def _planned(program: Program, limits: Limits) -> Schedule:
+    """What the passes before this one arrive at."""
+    schedule = keep_parameters(Schedule(program, limits))
+    for run in (bucket_gathers, bucket_reductions, launch_early, wait_reductions, launch_late, wait_reductions):
+        schedule = run(schedule)
+    return schedule
 
 
 def _faster_rule(short: Program, limits: Limits, planned_us: float) -> Rule | None:

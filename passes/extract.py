@@ -16,7 +16,7 @@ from torch import fx
 from zfx.ir import CostModel, Parameter, Phase, Program, Step
 
 from .duration import duration_us, nominal_us
-from .nodes import KEPT, aliased_inputs, is_collective, is_gather, is_reduction, storages
+from .nodes import KEPT, aliased_inputs, is_gather, is_planned, is_reduction, storages
 
 
 class Sharded(Protocol):
@@ -85,7 +85,7 @@ class _Part:
 
     def __init__(self, gm: fx.GraphModule, phase: Phase, names: Sequence[str], num_outputs: int | None = None) -> None:
         self.gm, self.phase, self.names = gm, phase, names
-        self.nodes = [n for n in gm.graph.nodes if n.op == "call_function" and not is_collective(n)]
+        self.nodes = [n for n in gm.graph.nodes if n.op == "call_function" and not is_planned(n)]
         self.position = {node: i for i, node in enumerate(self.nodes)}
         self.output = next(n for n in gm.graph.nodes if n.op == "output")
         self.aliases = find_aliases(gm, names)
@@ -115,7 +115,7 @@ class _Part:
         skipped = {key for node in self.gradients for key, _ in storages(node)}
         for node in self.gm.graph.nodes:
             at = self.position.get(node, at)
-            if is_collective(node) or node in self.aliases or node is self.output:
+            if is_planned(node) or node in self.aliases or node is self.output:
                 continue
             last = max((end if user is self.output else self.position.get(user, at) for user in node.users), default=at)
             if node.op == "placeholder" and self.phase == "forward":

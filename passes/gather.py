@@ -11,7 +11,7 @@ sake of the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -20,18 +20,18 @@ from zfx.ir import CostModel, Schedule
 from .memory import bytes_left, element_room, gathered_bytes, gathered_elements, gradient_bytes
 from .partition import Candidate, State, enough_bytes, partition
 from .place import earliest_launches
-from .timeline import Gather, Interval, Timeline, read, write
+from .timeline import Gather, Timeline, read, write
 from .view import structural_us
 
 
 def bucket_gathers(schedule: Schedule) -> Schedule:
     """Partition the gather order into buckets: the least time; among equals, the least bytes times steps, then the fewest.
 
-    A bucket has at most `prefetch_bucket_size` elements and stays on its side of the turn. Time is that of gathers and compute,
-    each bucket launched as early as memory allows. Which point that is depends on the last member alone: the whole prefix of the
-    order up to it must fit from there on, whatever the buckets are. So buckets are found by dynamic programming, see `partition`.
-    Members below `costs.pack_threshold_bytes` travel packed if there are two or more, and if the bounds allow the packing
-    buffer; the dynamic program does not foresee its bytes.
+    A bucket has at most `prefetch_bucket_size` elements and stays on its side of the turn; all of it comes from secondary shards,
+    or nothing does. Time is that of gathers and compute, each bucket launched as early as memory allows. Which point that is
+    depends on the last member alone: the whole prefix of the order up to it must fit from there on, whatever the buckets are. So
+    buckets are found by dynamic programming, see `partition`. Members below `costs.pack_threshold_bytes` travel packed if there are
+    two or more, and if the bounds allow the packing buffer; the dynamic program does not foresee its bytes.
 
     Guarantee: fits the limits if the argument does with every gather alone, launched at its wait, which is where this launches
     them. Optimal where `partition` is, among buckets that are closed once larger ones would save next to nothing
@@ -45,16 +45,18 @@ def bucket_gathers(schedule: Schedule) -> Schedule:
 
 def one_by_one(timeline: Timeline) -> Timeline:
     """Every interval a gather of its own, in the same order, launched where it is waited for."""
-    intervals = timeline.intervals
-    waits = list(accumulate((i.first for i in reversed(intervals)), min))[::-1]
-    return replace(timeline, gathers=tuple(Gather((i,), wait, wait) for i, wait in zip(intervals, waits)))
+    rows = [(interval, gather.secondary) for gather in timeline.gathers for interval in gather.members]
+    waits = list(accumulate((i.first for i, _ in reversed(rows)), min))[::-1]
+    alone = (Gather((i,), wait, wait, secondary=secondary) for (i, secondary), wait in zip(rows, waits))
+    return replace(timeline, gathers=tuple(alone))
 
 
 def merged(timeline: Timeline, runs: Sequence[tuple[int, int]]) -> Timeline:
     """Each run of gathers as one, launched where the first of them is waited for."""
     rows = [timeline.gathers[start:stop] for start, stop in runs]
     members = [tuple(i for gather in row for i in gather.members) for row in rows]
-    return replace(timeline, gathers=tuple(Gather(m, row[0].wait, row[0].wait) for m, row in zip(members, rows)))
+    together = (Gather(m, row[0].wait, row[0].wait, secondary=row[0].secondary) for m, row in zip(members, rows))
+    return replace(timeline, gathers=tuple(together))
 
 
 def packed(timeline: Timeline) -> Timeline:
@@ -77,10 +79,11 @@ def packed(timeline: Timeline) -> Timeline:
     return replace(timeline, gathers=tuple(gathers))
 
 
-def farthest(timeline: Timeline, launches: Sequence[int], enough: float) -> list[int]:
+def farthest(timeline: Timeline, launches: Sequence[int], enough: Callable[[Gather], float]) -> list[int]:
     """By gather, the end of the longest bucket that may begin with it, and that holds less than `enough` bytes before its last.
 
-    All members must be ready to be launched where the first is waited for. The elements are bounded by `prefetch_bucket_size`.
+    All members must be ready to be launched where the first is waited for, and come from the same kind of shards. The elements are
+    bounded by `prefetch_bucket_size`.
     """
     limit, gathers = timeline.limits.prefetch_bucket_size, timeline.gathers
     parameters = [gather.members[0].parameter for gather in gathers]
@@ -88,12 +91,13 @@ def farthest(timeline: Timeline, launches: Sequence[int], enough: float) -> list
     num_bytes = list(accumulate((p.num_bytes for p in parameters), initial=0))
     reach, stop = [], 0
     for start, gather in enumerate(gathers):
-        stop = max(stop, start + 1)
+        stop, most = max(stop, start + 1), enough(gather)
         while (
             stop < len(gathers)
             and launches[stop] <= gather.wait
+            and gathers[stop].secondary == gather.secondary
             and elements[stop + 1] - elements[start] <= limit
-            and num_bytes[stop] - num_bytes[start] < enough
+            and num_bytes[stop] - num_bytes[start] < most
         ):
             stop += 1
         reach.append(stop)
@@ -103,9 +107,9 @@ def farthest(timeline: Timeline, launches: Sequence[int], enough: float) -> list
 def _cheapest_runs(timeline: Timeline, durations_us: Sequence[float]) -> list[tuple[int, int]]:
     costs, gathers = timeline.program.costs, timeline.gathers
     launches = earliest_launches(timeline)
-    reach = farthest(timeline, launches, enough_bytes(costs.gather, costs.launch_us))
+    reach = farthest(timeline, launches, lambda gather: enough_bytes(costs.gather_link(gather.secondary), costs.launch_us))
     reached_us = list(accumulate(durations_us, initial=0.0))  # compute at each point, if it never stalled
-    extend = _Extend(costs, [g.members[0] for g in gathers], [g.wait for g in gathers], launches, reached_us)
+    extend = _Extend(costs, gathers, launches, reached_us)
     return partition(len(gathers), reach, extend, lambda state: state.delay_us)
 
 
@@ -115,19 +119,19 @@ class _Extend:
     def __init__(
         self,
         costs: CostModel,
-        intervals: Sequence[Interval],
-        waits: Sequence[int],
+        gathers: Sequence[Gather],
         launches: Sequence[int],
         reached_us: Sequence[float],
     ) -> None:
-        self._costs, self._link = costs, costs.gather
-        self._waits, self._launches, self._reached_us = waits, launches, reached_us
+        self._costs, self._links = costs, [costs.gather_link(gather.secondary) for gather in gathers]
+        self._waits, self._launches, self._reached_us = [gather.wait for gather in gathers], launches, reached_us
+        intervals = [gather.members[0] for gather in gathers]
         sizes = [interval.parameter.num_bytes for interval in intervals]
         self._bytes = list(accumulate(sizes, initial=0))
         self._byte_steps = list(accumulate((size * i.first for size, i in zip(sizes, intervals)), initial=0))
 
     def __call__(self, state: State, start: int, stops: Sequence[int]) -> Iterator[tuple[int, Candidate]]:
-        latency_us, bytes_per_us = self._link.latency_us, self._link.bytes_per_us
+        latency_us, bytes_per_us = self._links[start].latency_us, self._links[start].bytes_per_us
         launches, reached_us = self._launches, self._reached_us
         wait, delay_us, launched = self._waits[start], state.delay_us, -1
         now = reached_us[wait]

@@ -5,6 +5,9 @@
                   [b      b]                         that of b is 1 wide (c)
                                 [a     a]            over the seam, that of a is 0 wide
 
+Over the turn there may be a third choice, to reshard: a secondary shard stays, a part of the parameter, and the backward gathers it
+from the few ranks that have the other parts.
+
 The width of a gap is its reuse distance: the elements of the other parameters that are read inside it, each once in the forward
 and once in the backward. It must be at most `max_reuse_distance`; besides, memory decides.
 """
@@ -52,6 +55,10 @@ def keep_parameters(schedule: Schedule) -> Schedule:
     M micro-batches take n + (2M - 1)(n - k), the fewest possible. Parameters kept over the turn end up in `Schedule.kept`, over the
     seam in `Schedule.carried`: the same ones in each of the windows "first", "middle" and "last". Every interval is a gather of
     its own, launched at its first read. Depends on durations never, on other bytes only under `memory_budget`.
+    What is resharded (`Program.reshard_to`) is not exact: to keep, to reshard or to gather again are three choices for each
+    parameter, a harder knapsack. Three orders are tried: to reshard all that fit first, to reshard the half with the widest gaps
+    first, and to keep first. The one is taken whose gathers take the least time in all: never more than without resharding. A
+    parameter is resharded only if its gather takes no longer that way; without `memory_budget`, all that are gathered again are.
     Cost: linear in steps, O(log) in reads.
 
     Raises:
@@ -64,13 +71,13 @@ def keep_parameters(schedule: Schedule) -> Schedule:
     room = Room(_moments(least.elements), _moments(least.num_bytes))
     every = tuple(gaps(program, adjacent=limits.memory_budget is not None))
     wanted = allowed(every, program, limits)
-    kept = _consistent(program, every, [g for g in wanted if not g.over_seam], lambda those: _best(program, limits, those, room))
+    kept, parts = _kept_and_resharded(program, limits, every, [gap for gap in wanted if not gap.over_seam], room)
     over_seam = [gap for gap in wanted if gap.over_seam]
     carried: list[Gap] = []
     if over_seam:
-        left = without(room, [_hold(program, gap) for gap in kept])
+        left = without(room, [*(_hold(program, gap) for gap in kept), *(part.hold for part in parts)])
         carried = _best(program, limits, over_seam, Room([*left.elements] * 2, [*left.num_bytes] * 2))
-    return write(_timeline(program, limits, least, kept, carried))
+    return write(_timeline(program, limits, least, kept, carried, parts))
 
 
 def keep_widest_last(program: Program, limits: Limits, wanted: Sequence[Gap]) -> Timeline:
@@ -162,28 +169,97 @@ def _moments(room: Profile) -> list[float]:
     return [*chain.from_iterable(zip(room.before, room.during)), room.before[-1]]
 
 
-def _hold(program: Program, gap: Gap) -> Hold:
+def _hold(program: Program, gap: Gap, resharded: bool = False) -> Hold:
     """A gap from read a to read b holds its parameter in `before[a+1 .. b]` and `during[a+1 .. b-1]`.
 
-    At a and b it is needed anyhow. Moments of the next micro-batch follow on those of this one.
+    At a and b it is needed anyhow. Moments of the next micro-batch follow on those of this one. What is resharded over the turn
+    would else be gathered from secondary shards.
     """
     parameter, costs = gap.parameter, program.costs
     stop = 2 * gap.stop + 1 + (2 * len(program.steps) + 1 if gap.over_seam else 0)
-    saved_us = costs.gather_us(parameter.num_bytes) + costs.busy_us(parameter.num_bytes)
+    secondary = resharded and gap.stop > turn_of(program)
+    saved_us = costs.gather_us(parameter.num_bytes, secondary) + costs.busy_us(parameter.num_bytes)
     return Hold(2 * (gap.start + 1), stop, parameter.num_elements, parameter.num_bytes, saved_us)
 
 
-def _best(program: Program, limits: Limits, wanted: Sequence[Gap], room: Room) -> list[Gap]:
-    """The gaps that save most, persistent parameters before all others. All lead over the seam, or none does."""
+def _best(
+    program: Program, limits: Limits, wanted: Sequence[Gap], room: Room, candidates: Sequence[_Part] = ()
+) -> list[Gap]:
+    """The gaps that save most, persistent parameters before all others. All lead over the seam, or none does. Of the candidates, as
+    many as fit are resharded after the persistent parameters; other gaps then get the room beside their secondary shards."""
     kept: list[Gap] = []
+    parts: list[_Part] = []
     for persistent in (True, False):
         those = [gap for gap in wanted if (gap.parameter.numel <= limits.param_persistence_threshold) == persistent]
+        if not persistent:
+            parts = _resharded(program, candidates, kept, room)
         if not those:
             continue
-        left = without(room, [_hold(program, gap) for gap in kept]) if kept else room
+        cheaper = {part.gap.parameter.name for part in parts}
+        held = [*(_hold(program, gap) for gap in kept), *(part.hold for part in parts)]
+        left = without(room, held) if held else room
         waist = 2 * len(program.steps) if those[0].over_seam else 2 * (turn_of(program) + 1)
-        kept += [those[index] for index in sorted(select([_hold(program, gap) for gap in those], left, waist))]
+        holds = [_hold(program, gap, gap.parameter.name in cheaper) for gap in those]
+        kept += [those[index] for index in sorted(select(holds, left, waist))]
     return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A parameter that may be resharded over the turn, and what its secondary shard takes and saves, however often the backward
+    gathers it: until its last read there, and one gather."""
+
+    gap: Gap
+    hold: Hold
+
+
+def _kept_and_resharded(
+    program: Program, limits: Limits, every: Sequence[Gap], wanted: Sequence[Gap], room: Room
+) -> tuple[list[Gap], list[_Part]]:
+    """The gaps to keep, none of them over the seam, and what to reshard in the room that they leave."""
+    candidates = sorted(_parts(program, every), key=lambda part: part.gap.start)  # the widest gaps first, if they are nested
+
+    def plan(first: Sequence[_Part]) -> tuple[list[Gap], list[_Part]]:
+        kept = _consistent(program, every, wanted, lambda those: _best(program, limits, those, room, first))
+        return kept, _resharded(program, candidates, kept, room)
+
+    def gathers_us(choice: tuple[list[Gap], list[_Part]]) -> float:
+        kept, parts = {(g.parameter.name, g.start) for g in choice[0]}, {part.gap.parameter.name for part in choice[1]}
+        return sum(
+            program.costs.gather_us(gap.parameter.num_bytes, gap.stop > turn and gap.parameter.name in parts)
+            + program.costs.busy_us(gap.parameter.num_bytes)
+            for gap in every
+            if not gap.over_seam and (gap.parameter.name, gap.start) not in kept
+        )
+
+    turn = turn_of(program)
+    if not candidates:
+        return plan(())
+    return min((plan(candidates), plan(candidates[: len(candidates) // 2]), plan(())), key=gathers_us)
+
+
+def _parts(program: Program, every: Sequence[Gap]) -> Iterator[_Part]:
+    """What may be resharded: read in the forward and in the backward, and gathered from secondary shards at least as fast."""
+    if not program.reshard_to:
+        return
+    turn, escapes, reads = turn_of(program), set(program.escapes), reads_of(program)
+    for gap in every:
+        parameter = gap.parameter
+        saved_us = program.costs.gather_us(parameter.num_bytes) - program.costs.gather_us(parameter.num_bytes, secondary=True)
+        if gap.start <= turn < gap.stop and parameter.name not in escapes and saved_us >= 0:
+            last = reads[parameter.name][-1]
+            yield _Part(gap, Hold(2 * gap.start + 1, 2 * last + 2, 0, program.secondary_bytes(parameter), saved_us))
+
+
+def _resharded(program: Program, candidates: Sequence[_Part], kept: Sequence[Gap], room: Room) -> list[_Part]:
+    """Those that save most beside what is kept, which need not be resharded."""
+    turn = turn_of(program)
+    over_turn = {gap.parameter.name for gap in kept if gap.start <= turn < gap.stop}
+    those = [part for part in candidates if part.gap.parameter.name not in over_turn]
+    if not those:
+        return []
+    left = without(room, [_hold(program, gap) for gap in kept]) if kept else room
+    return [those[index] for index in sorted(select([part.hold for part in those], left, 2 * (turn + 1)))]
 
 
 def _consistent(
@@ -210,11 +286,16 @@ def _consistent(
     return [gap for gap in kept if (gap.parameter.name, gap.start) not in banned]
 
 
-def _timeline(program: Program, limits: Limits, least: Demand, kept: Sequence[Gap], carried: Sequence[Gap]) -> Timeline:
+def _timeline(
+    program: Program, limits: Limits, least: Demand, kept: Sequence[Gap], carried: Sequence[Gap], parts: Sequence[_Part] = ()
+) -> Timeline:
     keys = {(gap.parameter.name, gap.start) for gap in kept}
     free = {start: stop for stop, start in _adjacent(program)} if limits.memory_budget is None else {}
     gathered, held = _intervals(program, keys, {gap.parameter.name for gap in carried}, free)
-    gathers = tuple(Gather((interval,), interval.first, interval.first) for interval in gathered)
+    turn, resharded = turn_of(program), {part.gap.parameter.name for part in parts}
+    gathers = tuple(
+        Gather((i,), i.first, i.first, secondary=i.first > turn and i.parameter.name in resharded) for i in gathered
+    )
     return Timeline(program, limits, gathers, least.reductions, tuple(held))
 
 

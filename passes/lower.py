@@ -29,7 +29,7 @@ from torch.fx.graph import _BoxedCodeGen
 from zfx.ir import Bucket, Instruction, Schedule
 
 from .extract import find_aliases
-from .nodes import KEPT, is_collective, is_gather, is_reduction
+from .nodes import KEPT, is_gather, is_planned, is_reduction, is_reshard
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class _Lowering:
         self.gather_nodes = {self.names[n.args[2]]: n for n in gm.graph.nodes if is_gather(n)}
         self.gradient_nodes = {self.names[n.args[2]]: n for n in gm.graph.nodes if is_reduction(n)}
         self.values: dict[str, fx.Node] = {}
+        self.secondary: dict[str, fx.Node] = {}
         self.shard_grads: dict[str, fx.Node | None] = {}
         self.joined: dict[str, fx.Node] = {}  # gradients that have been joined by what was held
         self.pending: dict[int, fx.Node] = {}
@@ -89,7 +90,7 @@ class _Lowering:
                 self._begin()
                 for placeholder in self.gm.graph.find_nodes(op="placeholder"):
                     self._complete(placeholder)
-            if is_collective(node):
+            if is_planned(node):
                 continue
             if node.op == "output":
                 self._emit(todo, math.inf)
@@ -120,10 +121,10 @@ class _Lowering:
         return copy
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
-        """An input, under its parameter's name if it is a shard or a parameter that was kept. Target and name must be one: where
-        they differ FX makes two variables, and the second would keep a released value alive to the end."""
+        """An input, under its parameter's name if it is a shard (or a secondary one) or a parameter that was kept. Target and name
+        must be one: where they differ FX makes two variables, and the second would keep a released value alive to the end."""
         kept = node.meta.get(KEPT)
-        name = kept or next((f"{self.names[u.args[2]]}.shard" for u in node.users if is_gather(u)), node.name)  # type: ignore[index]
+        name = kept or next((self._shard_name(u) for u in node.users if is_gather(u)), node.name)
         copy = self.graph.placeholder(_identifier(name))
         copy.target = copy.name
         copy.meta.update(node.meta)
@@ -131,7 +132,14 @@ class _Lowering:
             self.values[kept] = copy
         return copy
 
+    def _shard_name(self, gather: fx.Node) -> str:
+        name = self.names[gather.args[2]]  # type: ignore[index]
+        resharded = self.part.phase == "backward" and name in self.part.schedule.resharded and not self._is_replicated(name)
+        return f"{name}.{'secondary' if resharded else 'shard'}"
+
     def _resolve(self, node: fx.Node) -> fx.Node | None:
+        if is_reshard(node):
+            return self.secondary[self.names[node.args[2]]]  # type: ignore[index]
         if is_gather(node):
             return self.values[self.names[node.args[2]]]  # type: ignore[index]
         if is_reduction(node):
@@ -183,6 +191,15 @@ class _Lowering:
     def _emit_wait(self, instruction: Instruction) -> None:
         bucket = self._bucket(instruction)
         self._arrive(self._call("wait", (self.plan, self.pending.pop(bucket.index)), f"arrived_{bucket.index}"), bucket.parameters)
+
+    def _emit_reshard(self, instruction: Instruction) -> None:
+        names = [name for name in instruction.parameters if not self._is_replicated(name)]  # for those, the shard will do
+        if not names:
+            return
+        shards = self._call("reshard", (self.plan, [self.values[name] for name in names]), "reshard")
+        for i, name in enumerate(names):
+            what = _identifier(f"{name}.secondary")
+            self.secondary[name] = self.graph.create_node("call_function", operator.getitem, (shards, i), name=what)
 
     def _emit_release(self, instruction: Instruction) -> None:
         freed: list[fx.Node] = []
@@ -241,7 +258,7 @@ class _Lowering:
             self.shard_grads[name] = node
 
     def _is_replicated(self, name: str) -> bool:
-        """A 0-dim parameter: its value is the local tensor itself and is never given back."""
+        """A 0-dim parameter (or an empty one): its value is the local tensor itself and is never given back."""
         return self.sizes[name] == 0
 
     def _module(self) -> fx.GraphModule:

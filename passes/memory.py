@@ -4,23 +4,24 @@ Between two steps things happen in a fixed order (see `timeline.write`), so two 
 state that matters:
 
         point p                                                        step p
-    ... release | wait_reduce, reduce_scatter | all_gather | wait  |   runs   | ...
-                <------- before[p] ----------><------------ during[p] -------->
+    ... release | wait_reduce, reduce_scatter | all_gather | wait | reshard  |   runs   | ...
+                <------- before[p] ----------><----------------- during[p] ------------->
 
 `before[p]` is the most that is held from the releases to the gathers of point p; `during[p]` the most from there to the
-end of step p. A packing buffer counts in `during` of the point where it is waited for. All functions are linear.
+end of step p. A packing buffer, or a secondary shard, counts in `during` of the point where it is waited for. All functions are
+linear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 
 from zfx.ir import Parameter
 
-from .timeline import Event, Timeline, agenda, completions_of, reduction_events
+from .timeline import Event, Reshard, Timeline, agenda, completions_of, reduction_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,16 @@ def gathered_elements(timeline: Timeline) -> Profile:
 
 
 def gathered_bytes(timeline: Timeline) -> Profile:
-    """Bytes of gathered parameters and packing buffers."""
-    return _held(timeline, lambda parameter: parameter.num_bytes)
+    """Bytes of gathered parameters, packing buffers and secondary shards."""
+    return _held(timeline, lambda parameter: parameter.num_bytes, timeline.reshards)
 
 
-def _held(timeline: Timeline, size: Callable[[Parameter], int]) -> Profile:
+def secondary_bytes(timeline: Timeline) -> Profile:
+    """Bytes of secondary shards alone: those that the gathers of this timeline take from."""
+    return _held(replace(timeline, gathers=(), carried=()), lambda parameter: 0, timeline.reshards)
+
+
+def _held(timeline: Timeline, size: Callable[[Parameter], int], reshards: Iterable[Reshard] = ()) -> Profile:
     num_steps = len(timeline.program.steps)
     before, during = [0] * (num_steps + 2), [0] * (num_steps + 2)
 
@@ -62,6 +68,8 @@ def _held(timeline: Timeline, size: Callable[[Parameter], int]) -> Profile:
         for interval in gather.members:
             hold(size(interval.parameter), gather.launch, interval.last)
         hold(sum(size(interval.parameter) for interval in gather.packed), gather.launch, gather.wait)
+    for reshard in reshards:
+        hold(timeline.program.secondary_bytes(reshard.parameter), reshard.start, reshard.until)
     return Profile(tuple(accumulate(before))[: num_steps + 1], tuple(accumulate(during))[:num_steps])
 
 

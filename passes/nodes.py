@@ -21,8 +21,13 @@ def is_reduction(node: fx.Node) -> bool:
     return node.target is torch.ops.zfx.reduce_scatter.default
 
 
-def is_collective(node: fx.Node) -> bool:
-    return is_gather(node) or is_reduction(node)
+def is_reshard(node: fx.Node) -> bool:
+    return node.target is torch.ops.zfx.reshard.default
+
+
+def is_planned(node: fx.Node) -> bool:
+    """What is no step, but what the schedule places."""
+    return is_gather(node) or is_reduction(node) or is_reshard(node)
 
 
 def storages(node: fx.Node) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from zfx.ir import Kind, Schedule
 
-from .memory import bytes_left, element_room, gathered_bytes, gathered_elements, gradient_bytes
+from .memory import bytes_left, element_room, gathered_bytes, gathered_elements, gradient_bytes, secondary_bytes
 from .timeline import Event, Gather, Timeline, agenda, read, turn_of, with_launches, write
 from .timing import simulate
 from .view import actual_us
@@ -77,7 +77,7 @@ def _longest_prefixes(timeline: Timeline) -> list[int]:
     num_steps, gathers = len(timeline.program.steps), timeline.gathers
     carried = replace(timeline, gathers=())
     element_limit = element_room(carried) - gathered_elements(carried)
-    byte_limit = bytes_left(carried, gathered_bytes, gradient_bytes)
+    byte_limit = bytes_left(carried, gathered_bytes, gradient_bytes, lambda _: secondary_bytes(timeline))
     arriving = _live_until(gathers)
     elements, num_bytes = [0] * len(gathers), [0] * len(gathers)  # what each gather holds at `point` if launched by then
     total_elements = total_bytes = 0
@@ -154,7 +154,7 @@ def launched_late(timeline: Timeline, durations_us: Sequence[float]) -> Timeline
         while row and row[-1][0] == "wait":
             index = row.pop()[1]
             tail += costs.busy_us(gathers[index].num_bytes)
-            queue_tail = costs.gather_us(gathers[index].num_bytes) + max(queue_tail, tail)
+            queue_tail = gathers[index].us(costs) + max(queue_tail, tail)
             latest = min(latest, point)
             in_time = bisect_right(times.launch_us, deadline - queue_tail, hi=latest + 1) - 1
             if in_time > launches[index]:

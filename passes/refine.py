@@ -37,7 +37,8 @@ def refine(schedule: Schedule) -> Schedule:
 
     A search goes from the fastest structure that is known to all that are one change away from it, then from the next fastest, and
     so on, each placed by `settled`; the fastest of `MAX_TRIALS` is where the next search starts. It ends where one gains
-    nothing to speak of (see `LEAST_GAIN`). A program with replicas is left alone: reductions in two stages are not settled yet.
+    nothing to speak of (see `LEAST_GAIN`). A program with replicas is left alone: reductions in two stages are not settled yet; so
+    is one that reshards.
     Structures are judged by the durations that all ranks share; the best is then placed by
     this rank's. Between micro-batches, what is kept and carried stays as it is, and neither forward nor backward may lose time.
 
@@ -46,7 +47,7 @@ def refine(schedule: Schedule) -> Schedule:
     `MIN_TRIALS` none.
     Reference: Aarts and Lenstra, *Local search in combinatorial optimization*, 1997.
     """
-    if schedule.program.replicas > 1:
+    if schedule.program.replicas > 1 or schedule.program.reshard_to:
         return schedule
     while (better := _round(schedule)) is not None:
         schedule = better

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from zfx.costs import CostModel
 from zfx.ir import Bucket, Instruction, Kind, Limits, Parameter, Program, Schedule
 
 
@@ -39,6 +40,7 @@ class Gather:
 
     `wait` is at most the first read of any member, and of any member of a later gather: the channel is first in, first out.
     Those in `packed` travel in one packing buffer. It is launched `ahead` of so many of what reductions do at its point; 0: last.
+    All members come from secondary shards, or none does.
     """
 
     members: tuple[Interval, ...]
@@ -46,6 +48,11 @@ class Gather:
     wait: int
     packed: tuple[Interval, ...] = ()
     ahead: int = 0
+    secondary: bool = False
+
+    def us(self, costs: CostModel) -> float:
+        """What it takes once its channel is free."""
+        return costs.gather_us(self.num_bytes, self.secondary)
 
     @property
     def num_bytes(self) -> int:
@@ -90,6 +97,15 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
+class Reshard:
+    """A secondary shard: copied just before step `start`, held until the last gather from it is waited for at point `until`."""
+
+    parameter: Parameter
+    start: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """A schedule by parameter. Gathers and reductions stand in the order in which they are launched.
 
@@ -106,6 +122,17 @@ class Timeline:
     def intervals(self) -> tuple[Interval, ...]:
         """Those that are gathered here, in launch order."""
         return tuple(interval for gather in self.gathers for interval in gather.members)
+
+    @property
+    def reshards(self) -> tuple[Reshard, ...]:
+        """The secondary shards that its gathers take from, each copied where the forward reads its parameter for the last time."""
+        until = {i.parameter.name: gather.wait for gather in self.gathers if gather.secondary for i in gather.members}
+        if not until:
+            return ()
+        turn = turn_of(self.program)
+        brought = (i for gather in self.gathers if gather.wait <= turn for i in gather.members)
+        last = {i.parameter.name: i for i in (*self.carried, *brought) if i.parameter.name in until}
+        return tuple(Reshard(i.parameter, i.last, until[name]) for name, i in last.items())
 
 
 def turn_of(program: Program) -> int:
@@ -173,7 +200,8 @@ def read(schedule: Schedule) -> Timeline:
                 first = reads[name][bisect_left(reads[name], launch)]
                 members.append(Interval(parameters[name], first, last.get((bucket.index, name), num_steps)))
             together = tuple(i for i in members if i.parameter.name in packed)
-            gathers.append(Gather(tuple(members), launch, wait, together, seen[launch] - behind[bucket.index]))
+            ahead = seen[launch] - behind[bucket.index]
+            gathers.append(Gather(tuple(members), launch, wait, together, ahead, bucket.secondary))
         else:
             gradients = tuple(parameters[name] for name in bucket.parameters)
             small = tuple(p for p in gradients if p.name in packed)
@@ -206,11 +234,12 @@ def agenda(timeline: Timeline) -> dict[int, list[Event]]:
 
         release  ->  wait_reduce  ->  reduce_scatter (each with its wait_reduce, if that is due here)  ->  all_gather  ->  wait
 
-    but for gathers that are launched `ahead`, which gives the channel more time where there is room for it. `release` stands before
-    `wait_reduce` because it never blocks; launches stand before `wait` so that the next bucket is in the queue while this one is
-    waited for. With replicas, `all_reduce` follows on its `wait_reduce`, and so does its `wait_all_reduce` if that is due here; one
-    that was launched at an earlier point is waited for right after the releases. Those that nothing waits for before the end come
-    last of all, so that no launch stands behind them.
+    but for gathers that are launched `ahead`, which gives the channel more time where there is room for it. `release` stands
+    before `wait_reduce` because it never blocks; launches stand before `wait` so that the next bucket is in the queue while this
+    one is waited for. `reshard` comes after all that, where what the step reads is there. With replicas, `all_reduce` follows on
+    its `wait_reduce`, and so does its `wait_all_reduce` if that is due here; one that was launched at an earlier point is waited
+    for right after the releases. Those that nothing waits for before the end come last of all, so that no launch stands behind
+    them.
     """
     rows = reduction_events(timeline)
     for index, gather in enumerate(timeline.gathers):
@@ -240,7 +269,7 @@ def reduction_events(timeline: Timeline) -> dict[int, list[Event]]:
 
 
 def write(timeline: Timeline) -> Schedule:
-    """The timeline as instructions: at each point the releases, and then what `agenda` says."""
+    """The timeline as instructions: at each point the releases, then what `agenda` says, and then what is resharded there."""
     program = timeline.program
     num_steps, turn = len(program.steps), turn_of(program)
     rows: dict[int, list[Instruction]] = defaultdict(list)
@@ -250,12 +279,19 @@ def write(timeline: Timeline) -> Schedule:
     packs += [tuple(p.name for p in r.packed) for r in timeline.reductions]
     kinds: list[Literal["all_gather", "reduce_scatter"]] = ["all_gather"] * len(gathers)
     kinds += ["reduce_scatter"] * len(reductions)
-    buckets = tuple(Bucket(*row) for row in zip(range(len(kinds)), kinds, (*gathers, *reductions), packs))
+    secondary = [*(gather.secondary for gather in timeline.gathers), *(False for _ in reductions)]
+    buckets = tuple(Bucket(*row) for row in zip(range(len(kinds)), kinds, (*gathers, *reductions), packs, secondary))
     for point, events in sorted(agenda(timeline).items()):
         at = min(point, num_steps)
         for kind, index in events:
             bucket = buckets[index if kind in ("all_gather", "wait") else len(gathers) + index]
             rows[at].append(Instruction(kind, at, bucket.parameters, bucket.index))
+    resharded: dict[int, list[str]] = defaultdict(list)
+    for reshard in timeline.reshards:
+        resharded[reshard.start].append(reshard.parameter.name)
+    for point, members in resharded.items():
+        rows[point].append(Instruction("reshard", point, tuple(members)))
+    secondaries = {name for members in resharded.values() for name in members}
     released: dict[int, list[str]] = defaultdict(list)
     kept: set[str] = set()
     carried = {interval.parameter.name for interval in timeline.carried}
@@ -279,6 +315,7 @@ def write(timeline: Timeline) -> Schedule:
         tuple(instruction for point in sorted(rows) for instruction in rows[point]),
         tuple(p.name for p in program.parameters if p.name in kept),
         tuple(p.name for p in program.parameters if p.name in carried),
+        tuple(p.name for p in program.parameters if p.name in secondaries),
     )
 
 

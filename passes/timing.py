@@ -58,6 +58,7 @@ class _Clock:
     def __init__(self, timeline: Timeline) -> None:
         self._costs = timeline.program.costs
         self._gather_bytes = [gather.num_bytes for gather in timeline.gathers]
+        self._gather_us = [gather.us(self._costs) for gather in timeline.gathers]
         self._reduce_bytes = [reduction.num_bytes for reduction in timeline.reductions]
         self._across_bytes = [reduction.across_bytes for reduction in timeline.reductions]
         self.gather_stalls, self.reduce_stalls = [0.0] * len(self._gather_bytes), [0.0] * len(self._reduce_bytes)
@@ -69,7 +70,7 @@ class _Clock:
         costs = self._costs
         for kind, index in row:
             if kind == "all_gather":
-                self._queue(self._gathered, costs.gather_us(self._gather_bytes[index]))
+                self._queue(self._gathered, self._gather_us[index])
                 continue
             if kind == "wait":
                 self.gather_stalls[index] = self._stall(self._gathered[index])

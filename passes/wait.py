@@ -75,6 +75,7 @@ class _Flight:
         self._peak_bytes = [reduction.peak_bytes for reduction in timeline.reductions]
         self._across_bytes = [reduction.across_bytes for reduction in timeline.reductions]
         self._gather_bytes = [gather.num_bytes for gather in timeline.gathers]
+        self._gather_us = [gather.us(self._costs) for gather in timeline.gathers]
         self._held_bytes = [gather.num_bytes + gather.packing_bytes for gather in timeline.gathers]
         self.waits, self.done = [0] * len(timeline.reductions), [0] * len(timeline.reductions)
         self.ahead = [0] * len(timeline.gathers)
@@ -184,7 +185,7 @@ class _Flight:
 
     def _gather(self) -> None:
         index = self._todo.popleft()
-        self._gather_free = max(self.now, self._gather_free) + self._costs.gather_us(self._gather_bytes[index])
+        self._gather_free = max(self.now, self._gather_free) + self._gather_us[index]
         self._gathered[index] = self._gather_free
         self._here += self._held_bytes[index]
         self._launched_after.append((index, self._events))

@@ -32,9 +32,10 @@ def plan_windows(plan: Callable[[Program], Schedule], program: Program, num_micr
 
 def middle_of(first: Schedule, last: Schedule) -> Schedule:
     """The schedule that finds what was carried, as `last` does, and leaves it behind, as `first` does."""
-    if (first.kept, first.carried) != (last.kept, last.carried):
+    if (first.kept, first.carried, first.resharded) != (last.kept, last.carried, last.resharded):
         raise ScheduleError(
-            "the first and the last micro-batch keep or carry different parameters; a pass must decide that for all of them alike",
+            "the first and the last micro-batch keep, carry or reshard different parameters; a pass must decide that for all of "
+            "them alike",
             rule="windows",
         )
     turn = first.program.turn
@@ -60,4 +61,5 @@ def middle_of(first: Schedule, last: Schedule) -> Schedule:
         (*(moved(i, False) for i in forward), *(moved(i, True) for i in backward)),
         first.kept,
         first.carried,
+        first.resharded,
     )

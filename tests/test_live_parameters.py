@@ -68,8 +68,9 @@ def live_bytes(model: nn.Module, step: Callable[[], None]) -> tuple[list[tuple[s
             step()
         assert meter.num_bytes() == 0, "something stayed gathered after the step"
     schedule = model.zfx.schedules[-1]
-    planned = {s.step.name: s.gathered_bytes + s.packing_bytes for s in replay(schedule) if s.step is not None}
-    peak = max(s.num_elements for s in replay(schedule))
+    states = list(replay(schedule))
+    planned = {s.step.name: s.gathered_bytes + s.packing_bytes + s.secondary_bytes for s in states if s.step is not None}
+    peak = max(s.num_elements for s in states)
     steps = [(name, num_bytes, planned[name]) for name, num_bytes in seen if name in planned]
     assert {name for name, _, _ in steps} == set(planned) - {"turn"}, "a step did not run"
     return steps, peak, max(num_bytes for _, num_bytes in seen) // 4

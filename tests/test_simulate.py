@@ -65,16 +65,16 @@ def test_every_number_of_a_small_schedule() -> None:
     )
     assert (result.finish_us, result.compute_us, result.overhead_us, result.exposed_us) == (27.0, 10.0, 2.0, 15.0)
     assert [(m.time_us, m.point, m.instruction and m.instruction.kind, m[3:]) for m in result.moments] == [
-        (0.0, 0, "all_gather", (40, 40, 0, 5, 100)),
-        (0.0, 0, None, (40, 40, 0, 5, 100)),
-        (13.0, 1, "wait", (40, 0, 0, 7, 100)),
-        (13.0, 1, None, (40, 0, 0, 7, 100)),
-        (17.0, 2, "release", (0, 0, 0, 0, 100)),
-        (17.0, 2, None, (0, 0, 0, 0, 100)),
-        (17.0, 3, None, (0, 0, 48, 3, 100)),
-        (20.0, 4, "reduce_scatter", (0, 0, 96, 1, 100)),
-        (20.0, 4, None, (0, 0, 96, 1, 100)),
-        (27.0, 5, "wait_reduce", (0, 0, 0, 0, 100)),
+        (0.0, 0, "all_gather", (40, 40, 0, 5, 100, 0)),
+        (0.0, 0, None, (40, 40, 0, 5, 100, 0)),
+        (13.0, 1, "wait", (40, 0, 0, 7, 100, 0)),
+        (13.0, 1, None, (40, 0, 0, 7, 100, 0)),
+        (17.0, 2, "release", (0, 0, 0, 0, 100, 0)),
+        (17.0, 2, None, (0, 0, 0, 0, 100, 0)),
+        (17.0, 3, None, (0, 0, 48, 3, 100, 0)),
+        (20.0, 4, "reduce_scatter", (0, 0, 96, 1, 100, 0)),
+        (20.0, 4, None, (0, 0, 96, 1, 100, 0)),
+        (27.0, 5, "wait_reduce", (0, 0, 0, 0, 100, 0)),
     ]
     assert (result.peak, result.forward_end, result.backward_end) == (result.moments[7], result.moments[3], result.moments[8])
 

@@ -334,12 +334,16 @@ KINDS = get_args(Kind)
 ANY_INSTRUCTION = st.builds(
     Instruction, st.sampled_from(KINDS), st.integers(-2, 9), ANY_NAMES, st.one_of(st.none(), st.integers(-2, 4))
 )
-ANY_BUCKET = st.builds(Bucket, st.integers(-2, 4), st.sampled_from(["all_gather", "reduce_scatter"]), ANY_NAMES, ANY_NAMES)
+ANY_KIND = st.sampled_from(["all_gather", "reduce_scatter"])
+ANY_BUCKET = st.builds(Bucket, st.integers(-2, 4), ANY_KIND, ANY_NAMES, ANY_NAMES, st.booleans())
 
 
-@given(programs(replicas=(1, 2)), st.lists(ANY_INSTRUCTION, max_size=8), st.lists(ANY_BUCKET, max_size=3), ANY_NAMES)
-def test_nothing_crashes_the_verifier(program, rows, buckets, kept):
-    schedule = Schedule(program, replace(TIGHT, memory_budget=0), tuple(buckets), tuple(rows), kept)
+ANY_PROGRAM = programs(replicas=(1, 2), reshard_to=(0, 2))
+
+
+@given(ANY_PROGRAM, st.lists(ANY_INSTRUCTION, max_size=8), st.lists(ANY_BUCKET, max_size=3), ANY_NAMES, ANY_NAMES)
+def test_nothing_crashes_the_verifier(program, rows, buckets, kept, resharded):
+    schedule = Schedule(program, replace(TIGHT, memory_budget=0), tuple(buckets), tuple(rows), kept, resharded=resharded)
     for violation in violations(schedule):
         assert violation.rule in RULES
         assert violation.step is None or isinstance(violation.step, int)

@@ -50,6 +50,7 @@ def compile(
     accumulate: int = 1,
     precision: Precision | None = None,
     replicas: int | None = None,
+    reshard_after_forward: int | None = None,
     init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> M:
     """Shard a model's parameters in place and run its forward and backward by a compiled ZeRO-3 schedule.
@@ -68,6 +69,13 @@ def compile(
         replicas: how many replicas the ranks form; each is `world_size / replicas` consecutive ranks, over which parameters are
             sharded. Gradients are averaged over all ranks. Default: the mesh's, else 1. Beside `world_size`, and not only in a
             mesh, because a mesh needs a process group, and a model can be planned without one.
+        reshard_after_forward: a number of neighbouring ranks, most often those of a node, that divides the ranks of a replica: what
+            FSDP2 knows by this name, and DeepSpeed as `zero_hpz_partition_size`. Of what the backward needs again and the limits
+            let nobody keep whole, each rank then keeps a secondary shard, one of so many, and the backward gathers from those few
+            ranks. It is the planner's choice, parameter by parameter: secondary shards count against `memory_budget`, and come
+            into being only where `costs` say that their gathers are no slower. No number is changed by it. Default, and for the
+            number of all ranks of a replica: the backward gathers from all of them. (FSDP2's True is the default here, and its
+            False a question of limits: `Limits(max_reuse_distance=...)`.)
         limits: bounds of the schedule. Default: DeepSpeed's defaults, see `Limits`.
         costs: what compute and communication cost: a `CostModel`, or the path of one that `zfx calibrate` wrote.
         passes: the planning passes to run, in order, instead of `zfx.passes.PIPELINE`: most often `[*zfx.passes.PIPELINE, mine]`,
@@ -91,9 +99,9 @@ def compile(
         RankMismatch: ranks do not start from the same parameters (a sample of their values is compared) or, on the meta device,
             from the same random state; `init_fn` raised on one of them.
         ValueError: `world_size` or `replicas` differs from the process group's or the mesh's, the ranks can't be divided among the
-            replicas, the mesh has more than two dimensions, the model is compiled already, a parameter has hooks or is held
-            by an optimizer; nothing gives a parameter or buffer on the meta device a value; `init_fn` is given and nothing is
-            on the meta device.
+            replicas, or those of a replica into groups of `reshard_after_forward`, the mesh has more than two dimensions, the model
+            is compiled already, a parameter has hooks or is held by an optimizer; nothing gives a parameter or buffer on the meta
+            device a value; `init_fn` is given and nothing is on the meta device.
         TypeError: an argument of the wrong type.
 
     Example:
@@ -107,7 +115,9 @@ def compile(
     _check_init(model, init_fn)
     if isinstance(costs, (str, os.PathLike)):
         costs = load_costs(costs)
+    _check_resharding(reshard_after_forward)
     mesh, world_size, replicas = find_ranks(world_size, mesh, replicas)
+    reshard_to = smaller_group(reshard_after_forward, world_size // replicas)
     _check_model(model)
     limits = limits or Limits()
     if mesh is None and limits.follows_free_memory:
@@ -121,12 +131,15 @@ def compile(
     slots = [Slot.of(owners) for _, owners in entries]
     channels = None if mesh is None else channels_for(mesh, timeout)
     if channels is not None:
-        lines = [f"zfx.compile of {type(model).__name__} with memory_budget={limits.memory_budget}"]
+        smaller = f" and reshard_after_forward={reshard_to}" if reshard_to else ""
+        lines = [f"zfx.compile of {type(model).__name__} with memory_budget={limits.memory_budget}{smaller}"]
         lines += [_described(owners[0].name, param) for param, owners in entries]
         if init_fn is None and is_on_meta(model):
             state = torch.empty(4, dtype=torch.int64).random_(generator=torch.default_generator.clone_state())
             lines.append(f"random state {fingerprint(state)} for initial values (seed all ranks alike before zfx.compile)")
         channels.agreement.begin(digest_of(lines), lines)
+        if reshard_to:
+            channels.reshard_to(reshard_to, timeout)
     del entries  # the whole parameters, which are given up one after another now
     make_leaves(model, leaf_modules)
     if mesh is not None:
@@ -143,7 +156,7 @@ def compile(
     if precision.buffer_dtype is not None:
         _cast_buffers(model, precision.buffer_dtype)
     base = type(model)
-    settings = Settings(limits, costs or CostModel(), tuple(passes), uniform, accumulate, precision)
+    settings = Settings(limits, costs or CostModel(), tuple(passes), uniform, accumulate, precision, reshard_to)
     blueprint = Blueprint(base.__name__, layouts, world_size, settings, channels, replicas)
     for _, owners in unique_parameters(model):
         for owner in owners:
@@ -245,6 +258,18 @@ def _check_arguments(
         raise TypeError(f"leaf_modules must be a list of module classes or modules, got {leaf_modules!r}")
 
 
+def _check_resharding(reshard_after_forward: Any) -> None:
+    if reshard_after_forward is None or (
+        isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool) and reshard_after_forward > 1
+    ):
+        return
+    advice = {
+        True: ": FSDP2's True is what zfx does by itself",
+        False: ": to keep parameters for the backward, give room by limits=zfx.Limits(max_reuse_distance=...)",
+    }.get(reshard_after_forward if isinstance(reshard_after_forward, bool) else None, "")  # type: ignore[arg-type]
+    raise ValueError(f"reshard_after_forward must be a number of ranks, at least 2, got {reshard_after_forward!r}{advice}")
+
+
 def _check_planning(passes: Any, uniform: Any) -> None:
     if not isinstance(passes, (list, tuple)):
         raise TypeError(
@@ -322,6 +347,21 @@ def find_ranks(
     if any(not torch.equal(mesh.mesh, mesh.mesh.sort(dim).values) for dim in range(mesh.ndim)):
         raise ValueError(f"the mesh must name ranks in ascending order along each dimension, got {mesh}")
     return mesh, mesh.size(), found
+
+
+def smaller_group(reshard_after_forward: int | None, num_shards: int) -> int:
+    """`Program.reshard_to` for a number of ranks that parameters are resharded over; 0 where those are all that there are.
+
+    Raises:
+        ValueError: the number does not divide the ranks.
+    """
+    if reshard_after_forward is None or reshard_after_forward == num_shards:
+        return 0
+    if num_shards % reshard_after_forward:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} does not divide the {num_shards} ranks that parameters are sharded over"
+        )
+    return reshard_after_forward
 
 
 def _divided(world_size: int, replicas: int) -> int:

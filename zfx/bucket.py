@@ -30,10 +30,13 @@ class Pack:
 
 
 class Transfers:
-    """What a bucket of `layouts` sends. Built once when a graph is lowered; holds no state of a run."""
+    """What a bucket of `layouts` sends. Built once when a graph is lowered; holds no state of a run.
 
-    def __init__(self, layouts: Sequence[Layout], packed: Sequence[bool]) -> None:
-        self.layouts = tuple(layouts)
+    `secondary`: the layouts are those of secondary shards.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], packed: Sequence[bool], secondary: bool = False) -> None:
+        self.layouts, self.secondary = tuple(layouts), secondary
         self.replicated = tuple(i for i, layout in enumerate(layouts) if layout.replicated)
         sharded = [i for i, layout in enumerate(layouts) if not layout.replicated]
         self.direct = tuple(i for i in sharded if not packed[i])
@@ -63,7 +66,7 @@ class Transfers:
             buffers.append(buffer)
             outs.append(buffer)
             ins.append(own)
-        return Gathering(self, stores, buffers, wire.all_gather(outs, ins))
+        return Gathering(self, stores, buffers, shards if self.secondary else ins, wire.all_gather(outs, ins))
 
     def unpack(self, stores: list[torch.Tensor], buffers: list[torch.Tensor]) -> list[torch.Tensor]:
         for pack, buffer in zip(self.packs, buffers):
@@ -133,18 +136,31 @@ class Transfers:
         return out
 
 
-class Gathering:
-    """A gather under way."""
+def secondary_shard(whole: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+    """A copy of this rank's part of a gathered storage, padding included, if `num_ranks` ranks share it."""
+    numel = whole.untyped_storage().nbytes() // whole.element_size() // num_ranks
+    return whole.as_strided((numel,), (1,), rank * numel).clone()
 
-    __slots__ = ("_arrive", "buffers", "stores", "transfers")
+
+class Gathering:
+    """A gather under way. Holds what the wire still reads: casts of shards; and secondary shards, packed ones too, so that what is
+    held does not depend on that."""
+
+    __slots__ = ("_arrive", "_held", "buffers", "stores", "transfers")
 
     def __init__(
-        self, transfers: Transfers, stores: list[torch.Tensor], buffers: list[torch.Tensor], arrive: Callable[[], None]
+        self,
+        transfers: Transfers,
+        stores: list[torch.Tensor],
+        buffers: list[torch.Tensor],
+        held: list[torch.Tensor],
+        arrive: Callable[[], None],
     ) -> None:
-        self.transfers, self.stores, self.buffers, self._arrive = transfers, stores, buffers, arrive
+        self.transfers, self.stores, self.buffers, self._held, self._arrive = transfers, stores, buffers, held, arrive
 
     def wait(self) -> list[torch.Tensor]:
         self._arrive()
+        self._held.clear()
         return self.transfers.unpack(self.stores, self.buffers)
 
 

@@ -96,7 +96,8 @@ def plan_graphs(
         raise Captured(captured)
     start = time.perf_counter()
     settings = blueprint.settings
-    program = replace(captured.program(blueprint.world_size, settings.costs, blueprint.replicas), uniform=settings.uniform)
+    program = captured.program(blueprint.world_size, settings.costs, blueprint.replicas)
+    program = replace(program, uniform=settings.uniform, reshard_to=settings.reshard_to)
     held_bytes = blueprint.held_bytes() if blueprint.holds else None
 
     def plan_one(p: Program) -> Schedule:
@@ -210,7 +211,8 @@ def _run_plan(blueprint: Blueprint, part: Part, sources: Sources) -> runtime.Pla
     ]
     waiting = None if part.gradients == "reduce" else Waiting(blueprint.held, blueprint.index, blueprint.layouts)
     absences = Absences(sources, [p for b in buckets if b and b.kind == "reduce_scatter" for p in b.parameters])
-    return runtime.Plan(transfers, blueprint.channels, lines, part.schedule.carried, blueprint.window, waiting, absences)
+    carried, reshard_to = part.schedule.carried, blueprint.settings.reshard_to
+    return runtime.Plan(transfers, blueprint.channels, lines, carried, blueprint.window, waiting, absences, reshard_to)
 
 
 _GRADIENTS = {"reduce": "", "hold": " in no_sync(), whose gradients wait", "join": " with the gradients that waited"}
@@ -239,7 +241,9 @@ def _transfers(blueprint: Blueprint, bucket: Bucket, of_held: bool) -> Transfers
     layouts = [blueprint.layouts[blueprint.index[p]] for p in bucket.parameters]
     if of_held and bucket.kind == "reduce_scatter":
         layouts = [layout.of_held() for layout in layouts]
-    return Transfers(layouts, [p in bucket.packed for p in bucket.parameters])
+    if bucket.secondary:
+        layouts = [layout.resharded_to(blueprint.settings.reshard_to) for layout in layouts]
+    return Transfers(layouts, [p in bucket.packed for p in bucket.parameters], bucket.secondary)
 
 
 def _line(blueprint: Blueprint, bucket: Bucket) -> str:
@@ -248,4 +252,4 @@ def _line(blueprint: Blueprint, bucket: Bucket) -> str:
         layout = blueprint.layouts[blueprint.index[name]]
         dtype, packed = str(layout.gathered_dtype).removeprefix("torch."), " packed" if name in bucket.packed else ""
         members.append(f"{name}{list(layout.shape)} {dtype}{packed}")
-    return f"{bucket.kind} of {', '.join(members)}"
+    return f"{bucket.kind} of {', '.join(members)}{' from secondary shards' if bucket.secondary else ''}"

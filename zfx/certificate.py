@@ -24,7 +24,8 @@ class Certificate:
 
     Attributes:
         time_us: the simulated time of the step.
-        volume_bytes: bytes gathered on each rank. Reductions are not counted: every schedule reduces the same.
+        volume_bytes: bytes gathered on each rank, from secondary shards or from all ranks. Reductions are not counted: every
+            schedule reduces the same.
         peak_bytes: most that is held at any moment: parameters, packing, gradients, activations and shards.
         time_binds: "compute", "gather channel", "reduce channel", "all-reduce channel", "first gather + compute + last reduction",
             "critical path" or "critical path under the limits".

@@ -3,7 +3,7 @@ behind each other."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -23,12 +23,21 @@ class Channels:
         gathers, reductions: over the ranks of this rank's replica.
         agreement: over all ranks.
         across: over the ranks that hold the same shards in the other replicas; None where there are none.
+        secondary: by their number, over the neighbouring ranks that share parameters once they are resharded.
     """
 
     gathers: Wire
     reductions: Wire
     agreement: Agreement
     across: Wire | None = None
+    secondary: dict[int, Wire] = field(default_factory=dict)
+
+    def reshard_to(self, num_ranks: int, timeout_s: float) -> None:
+        """Make the communicator for so many, if it isn't there. A collective call; ranks have agreed on the number before."""
+        if num_ranks not in self.secondary:
+            group, own = self.gathers.group, self.gathers.rank // num_ranks * num_ranks
+            ranks = sorted(dist.get_process_group_ranks(group))[own : own + num_ranks]
+            self.secondary[num_ranks] = wire_for(_new_group(ranks, dist.get_backend(group), timedelta(seconds=timeout_s)))
 
 
 _NEVER = timedelta(days=30)

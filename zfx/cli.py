@@ -91,6 +91,9 @@ def plan(
     target: Target,
     world_size: Annotated[int | None, typer.Option("--world-size", "-n", metavar="N", help="Ranks.")] = None,
     replicas: Annotated[int, typer.Option(help="Replicas of the model: each is sharded over N / replicas ranks in a row.")] = 1,
+    reshard_after_forward: Annotated[
+        int | None, typer.Option(metavar="N", help="Secondary shards: the backward may gather from N ranks in a row, as of a node.")
+    ] = None,
     device: Annotated[str, typer.Option(help="A preset (a100, h100, ...) or custom:...")] = "h100",
     network: Annotated[str, typer.Option(help="Tiers from the inside out.")] = "nvlink:8,ib",
     costs: Annotated[
@@ -142,6 +145,7 @@ def plan(
             raise Usage(f"--{name} must be at least 1, got {value}")
     if world_size is not None and world_size % replicas:
         raise Usage(f"--world-size {world_size} can't be divided among --replicas {replicas}")
+    smaller = _smaller_group(reshard_after_forward, world_size, replicas)
     if sweep and points < 2:
         raise Usage(f"--points must be at least 2, got {points}")
     if not 0 <= margin < 1:
@@ -158,9 +162,8 @@ def plan(
         "reduce_bucket_size": reduce_bucket_size,
         "param_persistence_threshold": param_persistence_threshold,
     }
-    cluster = _Cluster(
-        device, network, costs, margin, optimizer, memory_budget, {k: v for k, v in elements.items() if v is not None}, replicas
-    )
+    given = {name: value for name, value in elements.items() if value is not None}
+    cluster = _Cluster(device, network, costs, margin, optimizer, memory_budget, given, replicas, smaller)
     if world_size is not None:
         cluster.costs_at(world_size)  # wrong names are told before the long work
     found = targets.load(target, batch=batch, seq=seq, dtype=dtype)
@@ -169,7 +172,8 @@ def plan(
     captured = _captured(found, backward, param_dtype)
 
     def program_at(ranks: int) -> Program:
-        return replace(captured.program(ranks, cluster.costs_at(ranks), replicas), uniform=uniform)
+        program = captured.program(ranks, cluster.costs_at(ranks), replicas)
+        return replace(program, uniform=uniform, reshard_to=smaller(ranks // replicas))
 
     if find_world_size:
         world_size = _fewest(captured, cluster, program_at, as_json)
@@ -186,6 +190,19 @@ def plan(
 # ---- plan --------------------------------------------------------------------------------------------------------------
 
 
+def _smaller_group(wanted: int | None, world_size: int | None, replicas: int) -> Callable[[int], int]:
+    """From the ranks of a replica to those of the groups that parameters are resharded to. Numbers of ranks that can't be divided
+    that way, which are only tried, do without."""
+    from .api import smaller_group
+
+    if wanted is not None and wanted < 2:
+        raise Usage(f"--reshard-after-forward must be at least 2, got {wanted}")
+    num_shards = 0 if world_size is None else world_size // replicas
+    if wanted is not None and num_shards % wanted:
+        raise Usage(f"--reshard-after-forward {wanted} does not divide the {num_shards} ranks that parameters are sharded over")
+    return lambda num_shards: 0 if wanted is None or num_shards % wanted else smaller_group(wanted, num_shards)
+
+
 class _Cluster:
     """What the options say of the cluster and the limits."""
 
@@ -199,6 +216,7 @@ class _Cluster:
         budget: str,
         elements: Mapping[str, int],
         replicas: int,
+        smaller: Callable[[int], int],
     ) -> None:
         from .estimate import OPTIMIZERS
         from .presets import device_for
@@ -207,13 +225,14 @@ class _Cluster:
         self.optimizer = OPTIMIZERS[optimizer]
         self.memory_bytes = device_for(device).memory_bytes
         self.measured = None if costs is None else _read_costs(costs)
-        self.elements, self.replicas = elements, replicas
+        self.elements, self.replicas, self.smaller = elements, replicas, smaller
         Limits(**elements)
 
     def costs_at(self, world_size: int) -> CostModel:
         from .presets import costs_for
 
-        return self.measured or costs_for(self.device, self.network, world_size, self.replicas)
+        smaller = self.smaller(world_size // self.replicas)
+        return self.measured or costs_for(self.device, self.network, world_size, self.replicas, smaller)
 
     def optimizer_bytes(self, captured: Any, program: Program) -> int:
         from .estimate import optimizer_bytes
@@ -387,6 +406,7 @@ def _sweep(
         "margin": cluster.margin,
         "world_size": program.world_size,
         "replicas": program.replicas,
+        **({"reshard_to": program.reshard_to} if program.reshard_to else {}),
         "points": rows,
     }
     for path in out:

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .records import Form, write_whole
+from .records import LATER, Form, write_whole
 
 
 def _check(record: object, above: tuple[str, ...] = (), least: tuple[str, ...] = ()) -> None:
@@ -68,6 +68,8 @@ class CostModel:
     Attributes:
         gather, reduce: an all-gather of so many gathered bytes, a reduce-scatter of so many unreduced ones.
         all_reduce: an all-reduce over replicas of so many bytes of each rank's shards, while all ranks do that with theirs.
+        secondary: an all-gather of so many gathered bytes from secondary shards (`reshard_after_forward`), over the few ranks that
+            have them. None: nothing is known of it, and it is taken to be like any other gather.
         rates: compute by kind. A kind takes the rate of its longest beginning that is listed ("matmul.bfloat16" may take that of
             "matmul"), else the first one.
         launch_us, busy_bytes_per_us: compute time that a collective takes from its rank, whether it overlaps or not: so much each
@@ -90,14 +92,19 @@ class CostModel:
     source: str = "round numbers for one CPU core and loopback TCP"
     busy_bytes_per_us: float = math.inf
     all_reduce: Link = field(default_factory=Link)
+    secondary: Link | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
         _check(self, above=("busy_bytes_per_us",), least=("launch_us", "pack_threshold_bytes", "nominal_tokens"))
         if not self.rates or len({rate.kind for rate in self.rates}) != len(self.rates):
             raise ValueError("CostModel.rates must name at least one kind of compute, and none twice")
 
-    def gather_us(self, num_bytes: int) -> float:
-        return self.gather.us(num_bytes)
+    def gather_link(self, secondary: bool) -> Link:
+        """What an all-gather goes over, from secondary shards or from those of all ranks."""
+        return self.secondary or self.gather if secondary else self.gather
+
+    def gather_us(self, num_bytes: int, secondary: bool = False) -> float:
+        return self.gather_link(secondary).us(num_bytes)
 
     def reduce_us(self, num_bytes: int) -> float:
         return self.reduce.us(num_bytes)
@@ -108,7 +115,10 @@ class CostModel:
         def slower(link: Link) -> Link:
             return Link(link.latency_us * factor, link.bytes_per_us / factor)
 
-        return replace(self, gather=slower(self.gather), reduce=slower(self.reduce), all_reduce=slower(self.all_reduce))
+        secondary = None if self.secondary is None else slower(self.secondary)
+        return replace(
+            self, gather=slower(self.gather), reduce=slower(self.reduce), all_reduce=slower(self.all_reduce), secondary=secondary
+        )
 
     def all_reduce_us(self, num_bytes: int) -> float:
         return self.all_reduce.us(num_bytes)

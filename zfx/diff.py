@@ -39,6 +39,7 @@ def diff(old: Schedule, new: Schedule) -> dict[str, Any]:
         "totals": _changed(_totals(old), _totals(new)),
         "kept": _sets(old.kept, new.kept),
         "carried": _sets(old.carried, new.carried),
+        "resharded": _sets(old.resharded, new.resharded),
         "buckets": _buckets(old, new),
         "moved": _moved(old, new),
     }
@@ -57,6 +58,7 @@ def _program(old: Schedule, new: Schedule) -> dict[str, Any]:
         return {
             "world_size": program.world_size,
             "replicas": program.replicas,
+            "reshard_to": program.reshard_to,
             "steps": len(program.steps),
             "parameters": len(program.parameters),
             "elements": sum(p.numel for p in program.parameters),
@@ -77,12 +79,14 @@ def _program(old: Schedule, new: Schedule) -> dict[str, Any]:
 
 def _totals(schedule: Schedule) -> dict[str, Any]:
     simulation = simulate(schedule)
+    secondary = {b.index for b in schedule.buckets if b.secondary}
     volume = {kind: sum(s.num_bytes for s in simulation.spans if s.kind == kind) for kind in (c.launch for c in CHANNELS)}
     return {
         "step_us": simulation.finish_us,
         "exposed_us": simulation.exposed_us,
         "peak_bytes": simulation.peak.total,
         "gathered_bytes": volume["all_gather"],
+        "secondary_bytes": sum(s.num_bytes for s in simulation.spans if s.kind == "all_gather" and s.bucket in secondary),
         "reduced_bytes": volume["reduce_scatter"],
         "all_reduced_bytes": volume["all_reduce"],
     }

@@ -26,11 +26,11 @@ from typing import Any
 import networkx as nx
 
 from .certificate import Certificate, certify
-from .costs import CostModel
 from .ir import Instruction, Parameter, Schedule, Step
 from .picture import to_html
 from .records import Derived, Form, write_whole
-from .simulate import CHANNELS, channels_of
+from .replay import bucket_of
+from .simulate import CHANNELS, channels_of, link_of
 from .text import by_point, printable, shorten
 from .trace import to_trace
 
@@ -43,6 +43,7 @@ _COLORS = {
     "step": "white",
     "all_gather": "lightblue",
     "wait": "lightcyan",
+    "reshard": "paleturquoise",
     "release": "lightgrey",
     "reduce_scatter": "orange",
     "wait_reduce": "moccasin",
@@ -56,6 +57,7 @@ _EDGE_STYLES = {
     "reads": "color=forestgreen, constraint=false",
     "release after last read": "color=grey60, style=dotted, constraint=false",
     "gathered again": "color=purple, style=dotted, constraint=false",
+    "resharded": "color=steelblue, style=dotted, constraint=false",
     "completes": "color=orangered",
     "reduced": "color=orangered",
 }
@@ -121,15 +123,17 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
         'compute'
     """
     program = schedule.program
-    graph = nx.MultiDiGraph(world_size=program.world_size, replicas=program.replicas, **asdict(certify(schedule)))
+    smaller = {"reshard_to": program.reshard_to} if program.reshard_to else {}
+    graph = nx.MultiDiGraph(world_size=program.world_size, replicas=program.replicas, **smaller, **asdict(certify(schedule)))
     steps, number = schedule.program.steps, itertools.count()
-    parameters, costs = {p.name: p for p in schedule.program.parameters}, schedule.program.costs
+    parameters = {p.name: p for p in schedule.program.parameters}
     nodes: list[tuple[str, Step | Instruction]] = []
     for point, instructions in enumerate(by_point(schedule)):
         phase = steps[min(point, len(steps) - 1)].phase if steps else "forward"
         for instruction in instructions:
             nodes.append((f"instruction_{next(number)}", instruction))
-            graph.add_node(nodes[-1][0], position=len(nodes) - 1, phase=phase, **_instruction_facts(instruction, parameters, costs))
+            facts = _instruction_facts(schedule, instruction, parameters)
+            graph.add_node(nodes[-1][0], position=len(nodes) - 1, phase=phase, **facts)
         if point < len(steps):
             nodes.append((f"step_{point}", steps[point]))
             graph.add_node(nodes[-1][0], position=len(nodes) - 1, **_step_facts(steps[point], point))
@@ -228,16 +232,20 @@ def _step_facts(step: Step, index: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _instruction_facts(instruction: Instruction, parameters: Mapping[str, Parameter], costs: CostModel) -> dict[str, Any]:
+def _instruction_facts(schedule: Schedule, instruction: Instruction, parameters: Mapping[str, Parameter]) -> dict[str, Any]:
     kind, bucket = instruction.kind, instruction.bucket
-    durations = {"all_gather": costs.gather_us, "reduce_scatter": costs.reduce_us, "all_reduce": costs.all_reduce_us}
+    known = [parameters[name] for name in instruction.parameters if name in parameters]
     size = next((channel.size for channel in CHANNELS if kind in (channel.launch, channel.wait)), "num_bytes")
-    num_bytes = sum(getattr(parameters[name], size) for name in instruction.parameters if name in parameters)
+    num_bytes = sum(schedule.program.secondary_bytes(p) if kind == "reshard" else getattr(p, size) for p in known)
+    link = next((link_of(schedule, channel, instruction) for channel in CHANNELS if kind == channel.launch), None)
+    found = bucket_of(schedule, bucket)
     facts = {
         "kind": kind, "name": kind if bucket is None else f"{kind} {bucket}", "op": f"zfx.{kind}", "point": instruction.point,
         "stream": _STREAMS.get(kind, "compute"), "parameters": instruction.parameters, "num_bytes": num_bytes,
-        "duration_us": durations[kind](num_bytes) if kind in durations else 0.0,
+        "duration_us": link.us(num_bytes) if link else 0.0,
     }  # fmt: skip
+    if found is not None and found.secondary:
+        facts["secondary"] = True
     return facts if bucket is None else {**facts, "bucket": bucket}
 
 
@@ -267,6 +275,7 @@ def _value_edges(nodes: list[tuple[str, Step | Instruction]], edges: dict[tuple[
     reduced: dict[int | None, str] = {}
     last_read: dict[str, str] = {}
     freed: dict[str, str] = {}
+    resharded: dict[str, str] = {}
 
     def link(before: str | None, after: str, reason: str, *names: str) -> None:
         if before is not None:
@@ -296,6 +305,11 @@ def _value_edges(nodes: list[tuple[str, Step | Instruction]], edges: dict[tuple[
         elif what.kind == "all_gather":
             for name in what.parameters:
                 link(freed.get(name), node, "gathered again", name)
+                link(resharded.get(name), node, "resharded", name)
+        elif what.kind == "reshard":
+            for name in what.parameters:
+                link(arrived.get(name), node, "reads", name)
+                resharded[name] = node
 
 
 def _label(facts: Mapping[str, Any]) -> str:

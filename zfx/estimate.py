@@ -2,7 +2,8 @@
 
 What is counted where, in bytes on each rank:
 
-    step        shards + gathered + packing + unreduced gradients + activations     the schedule's, bounded by `memory_budget`
+    step        shards + gathered + packing + secondary shards + unreduced gradients + activations
+                                                                                     the schedule's, bounded by `memory_budget`
     optimizer   by a stated rule, see `OPTIMIZERS`                                   on top
     margin      a share of the device                                                kept free
 """
@@ -21,7 +22,8 @@ from .ir import Program, Schedule
 from .limits import Limits
 from .passes import gather_on_demand, plan
 from .passes.window import plan_windows
-from .simulate import Moment, Simulation, simulate
+from .replay import bucket_of
+from .simulate import Moment, Simulation, Span, simulate
 from .verify import verify
 
 NO_BOUND = 2**62
@@ -96,6 +98,13 @@ class Estimate:
     def volume_bytes(self, kind: str) -> int:
         return int(self.total(lambda s: sum(span.num_bytes for span in s.spans if span.kind == kind)))
 
+    def secondary(self, what: Callable[[Span], float]) -> float:
+        """A figure of the gathers from secondary shards, over the whole optimizer step."""
+        return sum(
+            count * sum(what(span) for span in simulation.spans if span.kind == "all_gather" and _is_secondary(schedule, span))
+            for count, schedule, simulation in zip(self.repeats, self.schedules, self.simulations)
+        )
+
 
 def estimate(program: Program, limits: Limits, optimizer_bytes: int, accumulate: int = 1) -> Estimate:
     """Plan, verify, simulate and certify.
@@ -140,6 +149,7 @@ def facts(found: Estimate) -> dict[str, Any]:
     return {
         "world_size": program.world_size,
         "replicas": program.replicas,
+        **({"reshard_to": program.reshard_to} if program.reshard_to else {}),
         "accumulate": sum(found.repeats),
         "costs": program.costs.source,
         "limits": {f.name: getattr(schedule.limits, f.name) for f in fields(schedule.limits)},
@@ -159,7 +169,9 @@ def facts(found: Estimate) -> dict[str, Any]:
             "gathered_bytes": found.volume_bytes("all_gather"),
             "reduced_bytes": found.volume_bytes("reduce_scatter"),
             "all_reduced_bytes": found.volume_bytes("all_reduce"),
+            **({"secondary_bytes": int(found.secondary(lambda s: s.num_bytes))} if program.reshard_to else {}),
         },
+        **({"resharded": _resharded(schedule)} if program.reshard_to else {}),
         "kept": {
             "count": len(schedule.kept),
             "bytes": sum(p.num_bytes for p in program.parameters if p.name in kept),
@@ -175,6 +187,7 @@ def facts(found: Estimate) -> dict[str, Any]:
             "gather_us": found.total(lambda s: _busy(s, "all_gather")),
             "reduce_us": found.total(lambda s: _busy(s, "reduce_scatter")),
             "all_reduce_us": found.total(lambda s: _busy(s, "all_reduce")),
+            **({"secondary_us": found.secondary(lambda s: s.end_us - s.start_us)} if program.reshard_to else {}),
         },
         "certificate": {
             "time": _certified(micro_batches, "time", "us"),
@@ -197,11 +210,24 @@ def facts_of(schedule: Schedule) -> dict[str, Any]:
     return facts(_estimate((schedule,), 0, 1))
 
 
+def _is_secondary(schedule: Schedule, span: Span) -> bool:
+    bucket = bucket_of(schedule, span.bucket)
+    return bucket is not None and bucket.secondary
+
+
+def _resharded(schedule: Schedule) -> dict[str, int]:
+    """How many parameters are resharded over the turn, and what their secondary shards take on each rank."""
+    program, names = schedule.program, set(schedule.resharded)
+    return {"count": len(names), "bytes": sum(program.secondary_bytes(p) for p in program.parameters if p.name in names)}
+
+
 def _busy(simulation: Simulation, kind: str) -> float:
     return sum(span.end_us - span.start_us for span in simulation.spans if span.kind == kind)
 
 
 def _moment(program: Program, moment: Moment) -> dict[str, Any]:
     step = program.steps[moment.point].name if moment.point < len(program.steps) else "the end"
-    kinds = ("parameters", "packing", "gradients", "activations", "shards", "total")
+    kinds = ["parameters", "packing", "gradients", "activations", "shards", "total"]
+    if program.reshard_to:
+        kinds.insert(2, "secondary")
     return {"step": step, "point": moment.point, "time_us": moment.time_us, **{f"{k}_bytes": getattr(moment, k) for k in kinds}}

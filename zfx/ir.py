@@ -12,6 +12,7 @@ which they stand in `Schedule.instructions`, then the step runs.
 
     all_gather      launches bucket b: its parameters' full buffers (and its packing buffer) are allocated and are live from here on
     wait            bucket b has arrived: its parameters may be read; its packing buffer is gone
+    reshard         this rank's secondary shards of the parameters named, which are live, are copied out of them
     release         the parameters named are no longer live
     reduce_scatter  launches bucket b: the gradients named are complete and are on their way
     wait_reduce     bucket b's shards of the gradients are there; the unreduced gradients are gone
@@ -22,15 +23,21 @@ What is held, exactly, and after every single instruction (not only at steps):
 
     gathered    from its all_gather to its release: `num_bytes` (`num_elements`) a parameter
     packing     from all_gather to wait: the same again for each packed member of the bucket
+    secondary   `Program.secondary_bytes` from reshard to the wait of the last gather that takes the parameter from there
     gradients   `grad_bytes` from the step that completes the gradient to wait_reduce; the same again, for what arrives from
                 the other ranks, from reduce_scatter to wait_reduce; `across_bytes`, for what arrives from the other replicas,
                 from all_reduce to wait_all_reduce
     other       `Step.other_bytes` while a step runs, and `Program.static_bytes` always
 
+Resharding (`Program.reshard_to`): a parameter need not be gathered from all ranks again in the backward. Where the forward reads it
+for the last time each rank may copy a larger part of it, its secondary shard: one of `reshard_to`. The backward then gets that
+in the place of the shard, and gathers the parameter from the few ranks beside it, as often as it is read there.
+
 When it happens, by the cost model: compute runs step after step; gathers have one channel, reductions another and all-reduces a
 third, each first in, first out. A collective starts when compute has reached its launch and the one before it on its channel is
-over. `wait`, `wait_reduce` and `wait_all_reduce` stall compute until theirs is over. `CostModel.busy_us` of compute time is booked
-at each `wait`, `reduce_scatter` and `all_reduce`.
+over. Gathers from secondary shards queue with the others, but take the time of their own link; a `reshard` takes none. `wait`,
+`wait_reduce` and `wait_all_reduce` stall compute until theirs is over. `CostModel.busy_us` of compute time is booked at each
+`wait`, `reduce_scatter` and `all_reduce`.
 
 `max_live_parameters` bounds gathered + packing, in elements; `memory_budget` bounds the sum of all, in bytes, at each step.
 """
@@ -42,10 +49,11 @@ from typing import Literal, get_args
 
 from .costs import CostModel
 from .limits import Limits
+from .records import LATER
 
 Phase = Literal["forward", "turn", "backward"]
 Window = Literal["only", "first", "middle", "last"]
-Kind = Literal["all_gather", "wait", "release", "reduce_scatter", "wait_reduce", "all_reduce", "wait_all_reduce"]
+Kind = Literal["all_gather", "wait", "reshard", "release", "reduce_scatter", "wait_reduce", "all_reduce", "wait_all_reduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +126,11 @@ class Program:
         window: the program's place among the micro-batches between two optimizer steps: "only", or "first", "middle", "last". From
             each to the next, parameters may be carried (`Schedule.carried`).
         replicas: how often every parameter is there: each is sharded over `num_shards = world_size / replicas` ranks.
+        reshard_to: how many neighbouring ranks have a parameter between them once it is resharded after the forward; 0: none is.
 
     Raises:
         ValueError: names are not unique, a step names an unknown parameter, phases are out of order, or the ranks can't be divided
-            among the replicas.
+            among the replicas, or those of a replica into groups of `reshard_to`.
     """
 
     parameters: tuple[Parameter, ...]
@@ -133,10 +142,13 @@ class Program:
     uniform: bool = False
     window: Window = "only"
     replicas: int = 1
+    reshard_to: int = field(default=0, metadata=LATER)
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.world_size % self.replicas:
             raise ValueError(f"{self.world_size} ranks can't be divided among {self.replicas} replicas")
+        if self.reshard_to and not (1 < self.reshard_to < self.num_shards and self.num_shards % self.reshard_to == 0):
+            raise ValueError(f"the {self.num_shards} ranks of a replica can't be divided into smaller groups of {self.reshard_to}")
         if self.window not in get_args(Window):
             raise ValueError(f"window must be one of {', '.join(get_args(Window))}, got {self.window!r}")
         known = {p.name for p in self.parameters}
@@ -163,6 +175,10 @@ class Program:
         """Number of ranks that a parameter is sharded over."""
         return self.world_size // self.replicas
 
+    def secondary_bytes(self, parameter: Parameter) -> int:
+        """Bytes of a rank's secondary shard of it."""
+        return -(-parameter.num_bytes // self.reshard_to) if self.reshard_to else 0
+
     @property
     def turn(self) -> int | None:
         """Index of the turn step, or None for a program without a backward."""
@@ -180,17 +196,19 @@ class Bucket:
         kind: "all_gather" or "reduce_scatter".
         parameters: all members, in order of first read (gathers) or completion (reductions).
         packed: those members that travel in one packing buffer; the others go directly into (out of) their own tensor.
+        secondary: gathered from secondary shards.
     """
 
     index: int
     kind: Literal["all_gather", "reduce_scatter"]
     parameters: tuple[str, ...]
     packed: tuple[str, ...] = ()
+    secondary: bool = field(default=False, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction at a point. `bucket` is None for `release` only; `parameters` are the names concerned."""
+    """One instruction at a point. `bucket` is None for `release` and `reshard` only; `parameters` are the names concerned."""
 
     kind: Kind
     point: int
@@ -205,6 +223,7 @@ class Schedule:
     `kept` names the parameters that stay gathered across the turn: saved for backward instead of gathered again.
     `carried` names those that stay gathered from the end of one micro-batch to the next. In the windows "middle" and "last" they
     are live, and arrived, at point 0, without an all_gather; in "first" and "middle" they are live after the last step.
+    `resharded` names those of which the backward gets secondary shards.
 
     Raises:
         ValueError: the limits' `memory_budget` is "auto".
@@ -216,6 +235,7 @@ class Schedule:
     instructions: tuple[Instruction, ...] = ()
     kept: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+    resharded: tuple[str, ...] = field(default=(), metadata=LATER)
 
     def __post_init__(self) -> None:
         if self.limits.follows_free_memory:

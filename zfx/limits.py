@@ -80,7 +80,8 @@ class Limits:
         """Read the `zero_optimization` section of a DeepSpeed config (a dict, or the whole config).
 
         Both spellings are read (`stage3_max_live_parameters` and `max_live_parameters`). `"auto"` means the default.
-        Keys that are not limits are ignored; `stage` 2 keeps everything that was gathered.
+        Keys that are not limits are ignored (`zero_hpz_partition_size` is `zfx.compile`'s `reshard_after_forward`); `stage` 2 keeps
+        everything that was gathered.
 
         Raises:
             ValueError: `stage` is neither 2 nor 3, or a value is not a whole number.

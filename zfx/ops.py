@@ -46,6 +46,17 @@ def _(grad: torch.Tensor, shape: Sequence[int], index: int, blueprint: int, dtyp
     return grad.new_empty(shape, dtype=dtype, layout=torch.strided)
 
 
+@torch.library.custom_op("zfx::reshard", mutates_args=())
+def reshard(whole: torch.Tensor, numel: int, index: int) -> torch.Tensor:
+    """Marks what the forward leaves for the backward in the place of a shard: this rank's secondary shard of `numel` elements."""
+    raise NotImplementedError("only schedules reshard")
+
+
+@reshard.register_fake
+def _(whole: torch.Tensor, numel: int, index: int) -> torch.Tensor:
+    return whole.new_empty((numel,))
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     shard, _, ctx.index, ctx.blueprint, _ = inputs
     ctx.shape, ctx.dtype = shard.shape, shard.dtype
@@ -59,3 +70,4 @@ all_gather.register_autograd(_backward, setup_context=_setup_context)
 
 ALL_GATHER = torch.ops.zfx.all_gather.default
 REDUCE_SCATTER = torch.ops.zfx.reduce_scatter.default
+RESHARD = torch.ops.zfx.reshard.default

@@ -8,6 +8,9 @@ for saving instead: it becomes a saved tensor like any activation.
     joint:     shard -> gather -> t -> mm ... -> mm(t) ...
     forward:   shard -> gather -> t -> mm            backward, released:  shard -> gather -> t -> mm
                                                      backward, kept:      (saved gather) -> t -> mm
+                                                     backward, resharded: secondary shard -> gather -> t -> mm
+
+What is resharded changes neither what is computed nor what is saved: its secondary shard goes where the shard went.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import fx
 from . import build
 from ._compat import CheckpointPolicy, default_partition
 from .errors import CaptureError
-from .ops import ALL_GATHER, REDUCE_SCATTER
+from .ops import ALL_GATHER, REDUCE_SCATTER, RESHARD
 from .passes.nodes import KEPT
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ _CLOSURE_REGION = 2**60
 
 
 def partition(blueprint: Blueprint, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split, plan, and split again if the plan keeps anything."""
+    """Split, plan, and split again if the plan keeps anything. Then let the backward start from what is resharded."""
     _refuse_sparse(blueprint, joint)
     gathers = _tag_closure(joint)
     forward, backward = default_partition(joint, inputs, **options)
@@ -46,6 +49,8 @@ def partition(blueprint: Blueprint, joint: fx.GraphModule, inputs: Any, **option
         again = build.plan_graphs(blueprint, forward, backward, options["num_fwd_outputs"])
         assert all(s.kept == kept for s in again), "keeping a parameter must not change what the graphs read"
         schedules = again
+    for name in schedules[0].resharded:  # the same for every micro-batch
+        _reshard(blueprint, name, forward, backward, options["num_fwd_outputs"])
     build.attach(blueprint, schedules, forward, backward)
     return forward, backward
 
@@ -66,6 +71,25 @@ def _mark_kept(blueprint: Blueprint, gathers: list[fx.Node], backward: fx.GraphM
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name in names:
             node.meta[KEPT] = names[node.name]
+
+
+def _reshard(blueprint: Blueprint, name: str, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+    """Save a secondary shard in the place of the shard of one parameter. Of a 0-dim or empty one every rank has all."""
+    index = blueprint.index[name]
+    if not blueprint.layouts[index].parameter(trainable=False).num_elements:
+        return
+    (whole,) = (n for n in forward.graph.nodes if n.target is ALL_GATHER and n.args[2] == index)
+    shard: Any = whole.args[0]
+    (saved,) = (n for n in backward.graph.find_nodes(op="placeholder") if n.name == shard.name)
+    assert all(user.target is ALL_GATHER for user in saved.users), f"the backward needs the shard of {name!r} itself"
+    (output,) = forward.graph.find_nodes(op="output")
+    numel = blueprint.layouts[index].resharded_to(blueprint.settings.reshard_to).chunk_numel
+    with forward.graph.inserting_before(output):
+        part = forward.graph.call_function(RESHARD, (whole, numel, index))
+    part.meta["val"] = saved.meta["val"] = whole.meta["val"].new_empty((numel,))
+    outputs: Any = output.args[0]
+    output.args = (tuple(part if i >= num_outputs and value is shard else value for i, value in enumerate(outputs)),)
+    forward.recompile()
 
 
 def _tag_closure(joint: fx.GraphModule) -> list[fx.Node]:

@@ -2,7 +2,8 @@
 
     head       what is achieved beside what is possible (the certificate)
     lanes      phase, compute, gather, reduce, all_reduce if there are replicas, and the life of the parameter that one looks for
-    memory     parameters, packing, gradients, activations, shards, stacked on the same time axis, with the limit as a line
+    memory     parameters, packing, secondary shards, gradients, activations, shards, stacked on the same time axis, with the limit
+               as a line
     details    of what is selected: bytes, times, reasons
 
 The page needs no network, and forbids itself any: its scripts are let in by their digests alone. The data stand in it as JSON,
@@ -29,7 +30,7 @@ from .text import printable
 
 _KINDS = {
     "all_gather": "g", "wait": "w", "release": "r", "reduce_scatter": "d", "wait_reduce": "e", "all_reduce": "a",
-    "wait_all_reduce": "f",
+    "wait_all_reduce": "f", "reshard": "h",
 }  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def payload(story: Story, certificate: Certificate) -> dict[str, Any]:
     """What the page draws, as plain data. Tables are dicts of columns; names are indices into `parameters` and `steps`.
 
     `moments.kind` has a letter for each moment: "s" for a step, else g(ather), w(ait), r(elease), d for reduce_scatter, e for
-    wait_reduce, a(ll-reduce), f for wait_all_reduce.
+    wait_reduce, a(ll-reduce), f for wait_all_reduce, h for reshard.
     """
     schedule, simulation = story.schedule, story.simulation
     program, moments = schedule.program, simulation.moments
@@ -85,6 +86,7 @@ def payload(story: Story, certificate: Certificate) -> dict[str, Any]:
     return {
         "world_size": program.world_size,
         "replicas": program.replicas,
+        **({"reshard_to": program.reshard_to} if program.reshard_to else {}),
         "channels": [channel.name for channel in channels_of(schedule)],
         "window": program.window,
         "costs": printable(program.costs.source),
@@ -132,6 +134,7 @@ def payload(story: Story, certificate: Certificate) -> dict[str, Any]:
             "waited_at": [c.wait for c in story.collectives],
             "members": [known(c.parameters) for c in story.collectives],
             "packed": [len(set(c.packed)) for c in story.collectives],
+            **({"secondary": [c.secondary for c in story.collectives]} if program.reshard_to else {}),
             "why": [list(c.why) for c in story.collectives],
         },
         "moments": {
@@ -140,6 +143,7 @@ def payload(story: Story, certificate: Certificate) -> dict[str, Any]:
             "point": [m.point for m in moments],
             "parameters": [m.parameters for m in moments],
             "packing": [m.packing for m in moments],
+            **({"secondary": [m.secondary for m in moments]} if program.reshard_to else {}),
             "gradients": [m.gradients for m in moments],
             "activations": [m.activations for m in moments],
             "live_elements": [gathered for gathered, _ in story.elements],

@@ -31,6 +31,8 @@ With replicas a parameter is gathered and reduced over the W / R ranks of one re
 inner tiers. The all-reduce joins the R replicas as if each were one rank: its ranks all send at once, each its own shard of S
 bytes, so that W / R times S goes over the replica's links together, and twice, as an all-reduce is a reduce-scatter and an
 all-gather.
+
+What is gathered from secondary shards, of G neighbouring ranks, costs what a gather of S bytes on G ranks costs.
 """
 
 from __future__ import annotations
@@ -160,7 +162,7 @@ _BASE_US = {"nccl": 10.0, "gloo": 0.0}  # of a collective whatever its ranks: NC
 _TYPICAL_BYTES = 2**27
 
 
-def costs_for(device: str, network: str, world_size: int, replicas: int = 1) -> CostModel:
+def costs_for(device: str, network: str, world_size: int, replicas: int = 1, reshard_to: int = 0) -> CostModel:
     """The costs of `world_size` such devices on such a network. See the module for both strings and for the formula.
 
     Args:
@@ -168,10 +170,11 @@ def costs_for(device: str, network: str, world_size: int, replicas: int = 1) -> 
             memory in bytes per second, and its size in bytes; `overhead_us=` and `launch_us=` may follow.
         network: tiers from the inside out. May be empty for one rank.
         replicas: each has `world_size / replicas` ranks in a row.
+        reshard_to: how many ranks in a row have a parameter between them once it is resharded; 0: none is.
 
     Raises:
-        ValueError: the ranks can't be divided among the replicas, an unknown name (the message lists the known ones), a tier that
-            doesn't fit the one before, or more ranks than the network reaches.
+        ValueError: the ranks can't be divided among the replicas, or those of a replica into groups of `reshard_to`, an unknown
+            name (the message lists the known ones), a tier that doesn't fit the one before, or more ranks than the network reaches.
 
     Example:
         >>> costs = costs_for("h100", "nvlink:8,ib", 64)
@@ -183,6 +186,8 @@ def costs_for(device: str, network: str, world_size: int, replicas: int = 1) -> 
     if replicas < 1 or world_size % replicas:
         raise ValueError(f"{world_size} ranks can't be divided among {replicas} replicas")
     found, num_shards = device_for(device), world_size // replicas
+    if reshard_to < 0 or (reshard_to and num_shards % reshard_to):
+        raise ValueError(f"the {num_shards} ranks of a replica can't be divided into groups of {reshard_to}")
     tiers = _tiers(network, found)
     _check_reach(tiers, network, world_size)
     link = _link(found, tiers, num_shards)
@@ -194,8 +199,10 @@ def costs_for(device: str, network: str, world_size: int, replicas: int = 1) -> 
         launch_us=found.launch_us if world_size > 1 else 0.0,
         pack_threshold_bytes=2 ** int(math.log2(max(found.message_us * copied_per_us, 1))),
         all_reduce=_link_of_replicas(found, tiers, num_shards, replicas),
+        secondary=_link(found, tiers, reshard_to) if reshard_to else None,
         source=f"preset {device} ({found.source}) over {network or 'no network'} on {world_size} ranks"
-        + (f", {replicas} replicas" if replicas > 1 else ""),
+        + (f", {replicas} replicas" if replicas > 1 else "")
+        + (f", resharded to {reshard_to}" if reshard_to else ""),
     )
 
 

@@ -33,6 +33,7 @@ class Collective:
         parameters, packed: its members, and those of them that travel in a packing buffer.
         launch, wait: indices into `Simulation.moments`; `wait` is None if nothing waits for it.
         why: sentences.
+        secondary: it gathers from secondary shards.
     """
 
     span: Span
@@ -41,6 +42,7 @@ class Collective:
     launch: int
     wait: int | None
     why: tuple[str, ...]
+    secondary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +147,17 @@ class _Teller:
             place = bisect_left(later, i)
             wait = later[place] if place < len(later) else None
             bucket = bucket_of(self.schedule, instruction.bucket)
+            secondary = bucket is not None and bucket.secondary
             why = (
+                *([f"From secondary shards, between {_plural(self.program.reshard_to, 'rank')}."] if secondary else []),
                 *(self._need(i, instruction, span) if is_gather else self._ready(instruction)),
                 *_queue(span, before.get(instruction.kind)),
                 *self._stall(span, wait),
                 *(self._no_earlier(i, instruction) if is_gather else ()),
             )
             before[instruction.kind] = span
-            found.append(Collective(span, instruction.parameters, bucket.packed if bucket else (), i, wait, why))
+            packed = bucket.packed if bucket else ()
+            found.append(Collective(span, instruction.parameters, packed, i, wait, why, secondary))
         return tuple(found)
 
     def _need(self, place: int, instruction: Instruction, span: Span) -> list[str]:
@@ -269,6 +274,9 @@ class _Teller:
         bucket = self.simulation.spans[gather].bucket if gather is not None else None
         free = f"{human_bytes(self._size(name).num_bytes)} are free for {human_time(moments[again].time_us - moments[end].time_us)}"
         why.append(f"{gone} Gathered again as bucket {bucket}: {what}; {free} meanwhile.")
+        if name in self.schedule.resharded and turn is not None and moments[end].point <= turn < moments[again].point:
+            part, group = human_bytes(self.program.secondary_bytes(self._size(name))), self.program.reshard_to
+            why.append(f"Resharded to {group} ranks: a secondary shard of {part} stays, so that it is gathered from those alone.")
         problem = self._too_much(end, again, [self._size(name)])
         return (*why, f"Kept instead, {problem}.") if problem else tuple(why)
 
@@ -276,6 +284,7 @@ class _Teller:
         return f"gathering it again would take {human_time(self._gather_us(name))}"
 
     def _gather_us(self, name: str) -> float:
+        """From all ranks: what is kept has no secondary shard."""
         return self.program.costs.gather_us(self._size(name).num_bytes)
 
     def _widest_gap(self, reads: tuple[int, ...]) -> tuple[int, int] | None:

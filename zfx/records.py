@@ -15,6 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+# metadata of a field that came later: where it has its default it is not written, and where it is missing it has its default
+LATER = {"later": True}
+
 
 @dataclass(frozen=True, slots=True)
 class Derived:
@@ -152,11 +155,19 @@ def _hints(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
+@functools.cache
+def _later(cls: type) -> dict[str, Any]:
+    """The fields that are written only where they differ from their defaults, with those."""
+    return {f.name: f.default for f in fields(cls) if f.metadata.get("later")}
+
+
 def _is_record(hint: Any) -> bool:
     return is_dataclass(hint)
 
 
 def _encode(value: Any, hint: Any, where: str) -> Any:
+    if get_origin(hint) is types.UnionType:
+        return None if value is None else _encode(value, get_args(hint)[0], where)
     if get_origin(hint) is tuple:
         if not isinstance(value, tuple):
             raise ValueError(f"{where} must be a tuple, got {_brief(value)}")
@@ -164,13 +175,17 @@ def _encode(value: Any, hint: Any, where: str) -> Any:
     if _is_record(hint):
         if not isinstance(value, hint):
             raise ValueError(f"{where} must be a {hint.__name__}, got {_brief(value)}")
-        return {name: _encode(getattr(value, name), kind, f"{where}.{name}") for name, kind in _hints(hint).items()}
+        later = _later(hint)
+        written = {name: kind for name, kind in _hints(hint).items() if name not in later or getattr(value, name) != later[name]}
+        return {name: _encode(getattr(value, name), kind, f"{where}.{name}") for name, kind in written.items()}
     if hint is float and isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     return _scalar(value, hint, where)
 
 
 def _decode(value: Any, hint: Any, where: str) -> Any:
+    if get_origin(hint) is types.UnionType:
+        return None if value is None else _decode(value, get_args(hint)[0], where)
     if get_origin(hint) is tuple:
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{where} must be a list, got {_brief(value)}")
@@ -179,10 +194,11 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise ValueError(f"{where} must be an object, got {_brief(value)}")
         hints = _hints(hint)
-        for problem, found in (("lacks the", set(hints) - set(value)), ("has unknown", set(value) - set(hints))):
+        needed = set(hints) - set(_later(hint))
+        for problem, found in (("lacks the", needed - set(value)), ("has unknown", set(value) - set(hints))):
             if found:
                 raise ValueError(f"{where} {problem} fields {_brief(sorted(map(str, found)))}; its fields are {', '.join(hints)}")
-        values = {name: _decode(value[name], kind, f"{where}.{name}") for name, kind in hints.items()}
+        values = {name: _decode(value[name], kind, f"{where}.{name}") for name, kind in hints.items() if name in value}
         try:
             return hint(**values)
         except ValueError as error:
@@ -194,8 +210,6 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
 
 def _scalar(value: Any, hint: Any, where: str) -> Any:
     """The value as the plain bool, int, float or str that the hint declares."""
-    if get_origin(hint) is types.UnionType:
-        return None if value is None else _scalar(value, get_args(hint)[0], where)
     if get_origin(hint) is Literal:
         if isinstance(value, str) and value in get_args(hint):
             return value

@@ -23,6 +23,7 @@ class State:
         num_live: number of gathered parameters (launched and not released).
         gathered_elements, gathered_bytes: their sizes.
         packing_elements, packing_bytes: buffers of packed buckets that were not waited for yet.
+        secondary_bytes: secondary shards.
         gradient_bytes: unreduced gradients, twice while their reduction is in flight, and what arrives from other replicas.
         total_bytes: all of these, the program's `static_bytes` and the step's `other_bytes` (after an instruction: those of the
             step at that point; after the last step: none).
@@ -36,6 +37,7 @@ class State:
     gathered_bytes: int
     packing_elements: int
     packing_bytes: int
+    secondary_bytes: int
     gradient_bytes: int
     total_bytes: int
     _log: list[tuple[bool, str]] = field(repr=False, compare=False)  # grows behind the states' backs; [:_length] never changes
@@ -112,7 +114,11 @@ class _Held:
         self._gradients: dict[str, int] = {}
         self._arriving: dict[int | None, int] = {}
         self._across: dict[int | None, int] = {}
-        self._sums = [0] * 5  # gathered elements and bytes, packing elements and bytes, gradient bytes
+        self._secondary: dict[str, int] = {}  # by parameter: how many gathers from its secondary shard are still to be waited for
+        self._uses: dict[str, int] = {}
+        for b in schedule.buckets:
+            self._uses.update({name: self._uses.get(name, 0) + 1 for name in b.parameters if b.secondary})
+        self._sums = [0] * 6  # gathered elements and bytes, packing elements and bytes, gradient bytes, secondary bytes
         self._hold(arriving(schedule), 1)
 
     def _size(self, name: str) -> Parameter:
@@ -148,6 +154,14 @@ class _Held:
             elements, num_bytes = self._packs.pop(index, (0, 0))
             sums[2] -= elements
             sums[3] -= num_bytes
+            found = bucket_of(self._schedule, index)
+            if found is not None and found.secondary:
+                self._use_secondary(names)
+        elif instruction.kind == "reshard":
+            for name in names:
+                if name not in self._secondary:
+                    self._secondary[name] = self._uses.get(name, 0)
+                    sums[5] += self._schedule.program.secondary_bytes(self._size(name))
         elif instruction.kind == "reduce_scatter" and index not in self._arriving:
             self._arriving[index] = sum(self._size(name).grad_bytes for name in names)
             sums[4] += self._arriving[index]
@@ -159,12 +173,21 @@ class _Held:
         elif instruction.kind == "wait_all_reduce":
             sums[4] -= self._across.pop(index, 0)
 
+    def _use_secondary(self, names: Iterable[str]) -> None:
+        """Gathers from the secondary shards of these are over; what no other gather takes is gone."""
+        for name in names:
+            if name in self._secondary:
+                self._secondary[name] -= 1
+                if self._secondary[name] == 0:
+                    del self._secondary[name]
+                    self._sums[5] -= self._schedule.program.secondary_bytes(self._size(name))
+
     def state(self, point: int, instruction: Instruction | None, step: Step | None) -> State:
         program, sums = self._schedule.program, self._sums
         other = program.steps[point].other_bytes if point < len(program.steps) else 0
-        total = sums[1] + sums[3] + sums[4] + program.static_bytes + other
-        elements, num_bytes, packing_elements, packing_bytes, gradients = sums
+        total = sums[1] + sums[3] + sums[4] + sums[5] + program.static_bytes + other
+        elements, num_bytes, packing_elements, packing_bytes, gradients, secondary = sums
         return State(
-            point, instruction, step, len(self._live), elements, num_bytes, packing_elements, packing_bytes, gradients, total,
-            self._log, len(self._log),
+            point, instruction, step, len(self._live), elements, num_bytes, packing_elements, packing_bytes, secondary, gradients,
+            total, self._log, len(self._log),
         )  # fmt: skip

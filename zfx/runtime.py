@@ -3,6 +3,7 @@
 plan = begin(plan)                       ranks agree, or RankMismatch
 g = all_gather(plan, 3, [shard, ...])    launch bucket 3
 weight, bias = wait(plan, g)             arrived
+(part,) = reshard(plan, [weight])        a copy of this rank's secondary shard, for the backward to gather from
 release([weight, bias])                  storage given back at once
 r = reduce_scatter(plan, 5, [grad])      launch
 (shard_grad,) = wait_reduce(plan, r)     this rank's rows of the mean
@@ -27,7 +28,7 @@ import torch
 from . import leaf
 from ._compat import StorageWeakRef, profiling
 from .agreement import digest_of
-from .bucket import Averaging, Gathering, Reduced, Reducing, Transfers
+from .bucket import Averaging, Gathering, Reduced, Reducing, Transfers, secondary_shard
 from .channels import Channels
 from .held import Waiting
 from .nothing import Absences, Sources
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 
 class GatheredMeter:
-    """Counts the bytes of gathered storages and packs that are alive. For tests and tools; None in production."""
+    """Counts the bytes of gathered storages, packs and secondary shards that are alive. For tests and tools; None in production."""
 
     active: GatheredMeter | None = None
 
@@ -75,6 +76,7 @@ class Plan:
         window: where they lie meanwhile; dead once the model is.
         waiting: where gradients are held that wait for a reduction, if the graph holds or joins any.
         absences: in a backward, gradients that turn out to be nothing.
+        reshard_to: how many ranks share a parameter that was resharded, if any is.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Plan:
         window: weakref.ref[Window] | None = None,
         waiting: Waiting | None = None,
         absences: Absences | None = None,
+        reshard_to: int = 0,
     ) -> None:
         self.carried, self.window, self.waiting = carried, window, waiting
         self.absences = absences or Absences(Sources())
@@ -93,7 +96,7 @@ class Plan:
         self.transfers, self.description, self.digest = tuple(transfers), tuple(description), digest_of(description)
         if channels is not None:  # else the graph can be read, but not run
             self.gathers, self.reductions, self.agreement = channels.gathers, channels.reductions, channels.agreement
-            self.across = channels.across
+            self.across, self.secondary = channels.across, channels.secondary.get(reshard_to)
 
     def drain(self) -> None:
         """An operator has raised: let what was launched arrive, or the next collective would take its bytes for its own."""
@@ -136,7 +139,9 @@ def _doing(plan: Plan, what: str, transfers: Transfers, act: Callable[[], T]) ->
 def all_gather(plan: Plan, bucket: int, shards: Sequence[torch.Tensor]) -> Gathering:
     transfers = plan.transfers[bucket]
     assert transfers is not None
-    gathering = _doing(plan, "all_gather", transfers, lambda: transfers.all_gather(plan.gathers, shards))
+    wire = plan.secondary if transfers.secondary else plan.gathers
+    assert wire is not None
+    gathering = _doing(plan, "all_gather", transfers, lambda: transfers.all_gather(wire, shards))
     plan.in_flight.add(gathering)
     if GatheredMeter.active is not None:
         for tensor in (*(s for s, layout in zip(gathering.stores, transfers.layouts) if not layout.replicated), *gathering.buffers):
@@ -147,6 +152,16 @@ def all_gather(plan: Plan, bucket: int, shards: Sequence[torch.Tensor]) -> Gathe
 def wait(plan: Plan, gathering: Gathering) -> list[torch.Tensor]:
     plan.in_flight.discard(gathering)
     return _doing(plan, "wait all_gather", gathering.transfers, gathering.wait)
+
+
+def reshard(plan: Plan, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    wire = plan.secondary
+    assert wire is not None
+    shards = [secondary_shard(whole, wire.rank, wire.world_size) for whole in wholes]
+    if GatheredMeter.active is not None:
+        for shard in shards:
+            GatheredMeter.active.add(shard)
+    return shards
 
 
 def release(tensors: Sequence[torch.Tensor]) -> None:

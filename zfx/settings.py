@@ -21,3 +21,4 @@ class Settings:
     uniform: bool = False
     accumulate: int = 1
     precision: Precision = field(default_factory=Precision)
+    reshard_to: int = 0

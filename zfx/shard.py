@@ -42,6 +42,7 @@ class Layout:
         order: dimensions from the outermost in memory to the innermost, where the parameter was not contiguous; else None.
             Shards are always contiguous; the gathered value gets this order back.
         replicas: how many replicas there are.
+        joined: how many ranks' shards make one of these: more than one for secondary shards.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Layout:
     reduce_dtype: torch.dtype | None = None
     order: tuple[int, ...] | None = None
     replicas: int = 1
+    joined: int = 1
 
     def __post_init__(self) -> None:
         if self.gathered_dtype is None:
@@ -64,7 +66,7 @@ class Layout:
     @property
     def chunk(self) -> int:
         """Rows that every rank holds in its storage, padding included."""
-        return 1 if self.replicated else -(-self.shape[0] // self.world_size)
+        return 1 if self.replicated else -(-self.shape[0] // (self.world_size * self.joined)) * self.joined
 
     @property
     def row_numel(self) -> int:
@@ -109,6 +111,10 @@ class Layout:
     def over(self, world_size: int, replicas: int = 1) -> Layout:
         """The same on so many ranks."""
         return replace(self, world_size=world_size // replicas, replicas=replicas)
+
+    def resharded_to(self, num_ranks: int) -> Layout:
+        """The same between so many neighbouring ranks: each has the rows of several, and the gathered storage stays what it is."""
+        return replace(self, world_size=num_ranks, joined=self.world_size // num_ranks)
 
     def in_full_precision(self) -> Layout:
         """The same, gathered as it is stored."""

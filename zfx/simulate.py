@@ -18,8 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .costs import Link
 from .ir import Instruction, Kind, Schedule
-from .replay import replay
+from .replay import bucket_of, replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Channel:
         launch, wait: the instructions that put a transfer into the queue, and that stall compute until it is over.
         books: the one of the two at which `CostModel.busy_us` of compute time is booked.
         size: the field of `Parameter` that says how many bytes each member brings.
-        link: the field of `CostModel` that says how long they take.
+        link: the field of `CostModel` that says how long they take; see `link_of`.
     """
 
     name: str
@@ -47,6 +48,15 @@ CHANNELS = (
     Channel("reduce", "reduce_scatter", "wait_reduce", "reduce_scatter", "grad_bytes", "reduce"),
     Channel("all_reduce", "all_reduce", "wait_all_reduce", "all_reduce", "across_bytes", "all_reduce"),
 )
+
+
+def link_of(schedule: Schedule, channel: Channel, instruction: Instruction) -> Link:
+    """What a collective goes over: its channel's link, but for gathers from secondary shards, which have one of their own."""
+    bucket, costs = bucket_of(schedule, instruction.bucket), schedule.program.costs
+    if channel.launch == "all_gather":
+        return costs.gather_link(bucket is not None and bucket.secondary)
+    link: Link = getattr(costs, channel.link)
+    return link
 
 
 class StepTime(NamedTuple):
@@ -86,6 +96,7 @@ class Moment(NamedTuple):
         point: the point of the instruction, or the index of the step.
         instruction: None while a step runs.
         parameters: gathered parameters, from all_gather to release.
+        secondary: secondary shards, from reshard to the wait of the last gather from them.
         packing: packing buffers of what has not arrived yet.
         gradients: unreduced gradients, and what arrives from other ranks while their reduction or their all-reduce is in flight.
         activations: `Step.other_bytes`.
@@ -100,11 +111,12 @@ class Moment(NamedTuple):
     gradients: int
     activations: int
     shards: int
+    secondary: int = 0
 
     @property
     def total(self) -> int:
         """What `memory_budget` bounds."""
-        return self.parameters + self.packing + self.gradients + self.activations + self.shards
+        return self.parameters + self.packing + self.gradients + self.activations + self.shards + self.secondary
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +171,12 @@ def simulate(schedule: Schedule) -> Simulation:
         else:
             assert state.instruction is not None
             start_us = clock.execute(state.instruction)
-        others = state.gathered_bytes + state.packing_bytes + state.gradient_bytes + schedule.program.static_bytes
+        others = state.gathered_bytes + state.packing_bytes + state.secondary_bytes + state.gradient_bytes
+        others += schedule.program.static_bytes
         moments.append(
             Moment(
                 start_us, state.point, state.instruction, state.gathered_bytes, state.packing_bytes, state.gradient_bytes,
-                state.total_bytes - others, schedule.program.static_bytes,
+                state.total_bytes - others, schedule.program.static_bytes, state.secondary_bytes,
             )
         )  # fmt: skip
     last = len(schedule.program.steps) - 1
@@ -195,7 +208,7 @@ class _Clock:
     """The clock of compute and the queues beside it."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._costs = schedule.program.costs
+        self._schedule, self._costs = schedule, schedule.program.costs
         self._sizes = {c.name: {p.name: getattr(p, c.size) for p in schedule.program.parameters} for c in CHANNELS}
         self._free = dict.fromkeys(self._sizes, 0.0)  # when each channel is through with its queue
         self._flying: dict[tuple[str, int | None], int] = {}  # channel and bucket -> place in `spans`
@@ -231,7 +244,7 @@ class _Clock:
     def _launch(self, channel: Channel, instruction: Instruction) -> None:
         num_bytes = self._bytes(channel, instruction)
         start_us = max(self.now, self._free[channel.name])
-        end_us = self._free[channel.name] = start_us + getattr(self._costs, channel.link).us(num_bytes)
+        end_us = self._free[channel.name] = start_us + link_of(self._schedule, channel, instruction).us(num_bytes)
         self._flying[channel.name, instruction.bucket] = len(self.spans)
         self.spans.append(Span(instruction.kind, instruction.bucket, num_bytes, self.now, start_us, end_us, end_us, 0.0))
 
@@ -254,4 +267,4 @@ def channels_of(schedule: Schedule) -> tuple[Channel, ...]:
     return CHANNELS if used else CHANNELS[:-1]
 
 
-__all__ = ["CHANNELS", "Channel", "Moment", "Simulation", "Span", "StepTime", "channels_of", "simulate"]
+__all__ = ["CHANNELS", "Channel", "Moment", "Simulation", "Span", "StepTime", "channels_of", "link_of", "simulate"]

@@ -60,18 +60,21 @@ def print_plan(answer: Mapping[str, Any]) -> None:
         console.print("What follows is the schedule that holds least, which is too much all the same.\n")
 
     console.print("Memory of a rank")
-    table = _table("", "gathered", "packing", "gradients", "activations", "shards", "total", "at step")
+    kinds = {"parameters": "gathered", **{kind: kind for kind in ("packing", "gradients", "activations", "shards")}}
+    if "reshard_to" in answer:
+        kinds["secondary"] = "secondary"
+    blanks = [""] * len(kinds)
+    table = _table("", *kinds.values(), "total", "at step")
     for label, key in (("peak", "peak"), ("end of forward", "forward_end"), ("end of backward", "backward_end")):
         row = memory[key]
         if row is not None:
-            kinds = ("parameters", "packing", "gradients", "activations", "shards", "total")
-            table.add_row(label, *(_bytes(row[f"{kind}_bytes"]) for kind in kinds), text.shorten(row["step"], 32))
-    table.add_row("optimizer state", "", "", "", "", "", _bytes(memory["optimizer_bytes"]), "")
-    table.add_row("peak with it", "", "", "", "", "", _bytes(memory["total_bytes"]), "")
+            table.add_row(label, *(_bytes(row[f"{kind}_bytes"]) for kind in (*kinds, "total")), text.shorten(row["step"], 32))
+    table.add_row("optimizer state", *blanks, _bytes(memory["optimizer_bytes"]), "")
+    table.add_row("peak with it", *blanks, _bytes(memory["total_bytes"]), "")
     room = int(answer["device_bytes"] * (1 - answer["margin"]))
     free = room - memory["total_bytes"]
     note = f"{_bytes(free)} free" if free >= 0 else f"{_bytes(-free)} short"
-    table.add_row(f"{answer['device']} less {answer['margin']:.0%}", "", "", "", "", "", _bytes(room), note)
+    table.add_row(f"{answer['device']} less {answer['margin']:.0%}", *blanks, _bytes(room), note)
     console.print(table)
     console.print(f"gathered: whole parameters; shards: parameters and their gradients. {answer['optimizer']}.\n")
 
@@ -92,11 +95,16 @@ def print_plan(answer: Mapping[str, Any]) -> None:
     console.print("\nCommunication of a rank")
     table = _table("", "bytes", "busy", "buckets")
     table.add_row("gathered", _bytes(volume["gathered_bytes"]), text.human_time(clock["gather_us"]), f"{buckets['all_gather']:,}")
+    if "reshard_to" in answer:
+        busy, what = text.human_time(clock["secondary_us"]), "of it from secondary shards"
+        table.add_row(what, _bytes(volume["secondary_bytes"]), busy, "")
     table.add_row("reduced", _bytes(volume["reduced_bytes"]), text.human_time(clock["reduce_us"]), f"{buckets['reduce_scatter']:,}")
     if answer["replicas"] > 1:
         busy = text.human_time(clock["all_reduce_us"])
         table.add_row("all-reduced", _bytes(volume["all_reduced_bytes"]), busy, f"{buckets['reduce_scatter']:,}")
     table.add_row("kept across the turn", _bytes(kept["bytes"]), "", "")
+    if "reshard_to" in answer:
+        table.add_row("secondary shards over it", _bytes(answer["resharded"]["bytes"]), "", "")
     console.print(table)
 
     console.print("\nCertificate: no schedule under these limits beats the bound")
@@ -110,7 +118,8 @@ def print_plan(answer: Mapping[str, Any]) -> None:
 
 def _replicas(answer: Mapping[str, Any]) -> str:
     replicas = answer["replicas"]
-    return f", {replicas:,} replicas of {answer['world_size'] // replicas:,}" if replicas > 1 else ""
+    resharded = f", resharded to {answer['reshard_to']:,}" if "reshard_to" in answer else ""
+    return (f", {replicas:,} replicas of {answer['world_size'] // replicas:,}" if replicas > 1 else "") + resharded
 
 
 def print_sweep(answer: Mapping[str, Any]) -> None:

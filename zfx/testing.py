@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 try:
     from hypothesis import strategies as st
@@ -61,6 +62,7 @@ def programs(
     windows: Sequence[Window] = ("only",),
     uniform: bool | None = False,
     replicas: Sequence[int] = (1,),
+    reshard_to: Sequence[int] = (0,),
 ) -> Program:
     """A forward, and mostly a turn and a backward; any step reads anything, and gradients complete anywhere in the backward.
 
@@ -72,8 +74,9 @@ def programs(
         windows: which places among micro-batches to draw from, for programs with a backward; others are "only".
         uniform: what `Program.uniform` is; None: either.
         replicas: how many replicas there may be, of two ranks each.
+        reshard_to: what `Program.reshard_to` may be: 0, or any number; replicas then have twice as many ranks.
     """
-    num_replicas = draw(st.sampled_from(replicas))
+    num_replicas, reshard = draw(st.sampled_from(replicas)), draw(st.sampled_from(reshard_to))
     least = 2 if busy else 0
     size_of = st.integers(1, 12) if busy else _SMALL
     trained_or_not = st.just(True) if busy else st.booleans()
@@ -89,6 +92,9 @@ def programs(
     rows = st.lists(st.tuples(reads, _SMALL, _SMALL, _SMALL), min_size=least, max_size=max_steps)
     forward, has_backward = draw(rows), busy or draw(st.booleans())
     backward = draw(rows) if has_backward else []
+    priced = costs or draw(_COSTS)
+    if reshard and costs is None:
+        priced = replace(priced, secondary=draw(st.one_of(st.none(), _LINKS)))
     completed_at = {i: draw(st.integers(0, len(backward) - 1)) for i, s in enumerate(shapes) if backward and s[2]}
     escapes = draw(st.lists(indices, max_size=2, unique=True)) if shapes and with_escapes and draw(st.booleans()) else []
     steps = [_step(f"f{t}", "forward", row, ()) for t, row in enumerate(forward)]
@@ -100,13 +106,14 @@ def programs(
     return Program(
         parameters,
         tuple(steps),
-        world_size=2 * num_replicas,
+        world_size=max(2, 2 * reshard) * num_replicas,
         escapes=tuple(f"p{i}" for i in escapes),
         static_bytes=draw(_SMALL),
-        costs=costs or draw(_COSTS),
+        costs=priced,
         uniform=draw(st.booleans()) if uniform is None else uniform,
         window=draw(st.sampled_from(windows)) if has_backward else "only",
         replicas=num_replicas,
+        reshard_to=reshard,
     )
 
 
@@ -151,7 +158,14 @@ def problems(draw: st.DrawFn, *, with_budget: bool | None = None, **options: obj
 
 
 def chain(
-    n: int, *, size: int = 10, duration_us: float = 50.0, costs: CostModel | None = None, repeat: int = 1, replicas: int = 1
+    n: int,
+    *,
+    size: int = 10,
+    duration_us: float = 50.0,
+    costs: CostModel | None = None,
+    repeat: int = 1,
+    replicas: int = 1,
+    reshard_to: int = 0,
 ) -> Program:
     """n equal layers: layer i reads parameter i in the forward and, in reverse order, in the backward.
 
@@ -161,7 +175,9 @@ def chain(
         size: elements of each parameter, of 4 bytes each.
         repeat: steps that each layer takes, in the forward and in the backward.
         replicas: of two ranks each.
+        reshard_to: replicas then have twice as many ranks.
     """
+    num_shards = max(2, 2 * reshard_to)
     across = 2 * size if replicas > 1 else 0
     parameters = tuple(Parameter(f"p{i}", size, 4 * size, 4 * size, across_bytes=across) for i in range(n))
     steps = [
@@ -174,7 +190,9 @@ def chain(
         for k in range(repeat):
             done = (f"p{i}",) if k == repeat - 1 else ()
             steps.append(Step(f"b{i}.{k}", "backward", "op", (f"p{i}",), done, 8, duration_us, duration_us))
-    return Program(parameters, tuple(steps), world_size=2 * replicas, costs=costs or CostModel(), replicas=replicas)
+    return Program(
+        parameters, tuple(steps), num_shards * replicas, costs=costs or CostModel(), replicas=replicas, reshard_to=reshard_to
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- what must hold
@@ -217,8 +235,8 @@ def _accounts(schedule: Schedule) -> Iterator[tuple[str, bool]]:
         yield f"an {kind} does not stall compute until it is over", all(
             _same(span.exposed_us, max(0.0, span.end_us - span.wait_us)) for span in spans
         )
-    held = [(moment.parameters + moment.packing, moment.total) for moment in result.moments]
-    replayed = [(state.gathered_bytes + state.packing_bytes, state.total_bytes) for state in replay(schedule)]
+    held = [(moment.parameters + moment.packing, moment.secondary, moment.total) for moment in result.moments]
+    replayed = [(s.gathered_bytes + s.packing_bytes, s.secondary_bytes, s.total_bytes) for s in replay(schedule)]
     yield "the simulator and the replay disagree about what is held", held == replayed
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields, replace
 from .certificate import Certificate, certify
 from .ir import Instruction, Parameter, Program, Schedule
 from .limits import Limits
-from .replay import replay
-from .simulate import CHANNELS, Channel, Moment, channels_of, simulate
+from .replay import bucket_of, replay
+from .simulate import CHANNELS, Channel, Moment, channels_of, link_of, simulate
 
 WIDTH = 120
 _NO_LIMIT = 2**31
@@ -27,13 +27,15 @@ _MARK = {"forward": "fwd", "turn": "turn", "backward": "bwd"}
 
 @dataclass(frozen=True, slots=True)
 class _Traffic:
-    """The collectives of one kind: how many parameters, how many of those not for the first time, in how many buckets."""
+    """The collectives of one kind: how many parameters, how many of those not for the first time, in how many buckets; and what of
+    the bytes comes from secondary shards."""
 
     num_parameters: int
     num_again: int
     num_buckets: int
     num_bytes: int
     duration_us: float
+    secondary_bytes: int
 
 
 def by_point(schedule: Schedule) -> list[list[Instruction]]:
@@ -99,6 +101,7 @@ def report(schedule: Schedule) -> str:
         "end of forward": _split(simulation.forward_end),
         "end of backward": _split(simulation.backward_end),
         "kept": _kept(schedule),
+        **({"resharded": _resharded(schedule)} if program.reshard_to else {}),
         "gathers": _moved(gathers),
         "reductions": _moved(reductions),
         **({"all-reduces": _moved(across)} if program.replicas > 1 else {}),
@@ -180,8 +183,14 @@ def _traffic(schedule: Schedule, channel: Channel) -> _Traffic:
     launches = [i for i in schedule.instructions if i.kind == channel.launch]
     names = [name for i in launches for name in i.parameters]
     volumes = [sum(sizes.get(name, 0) for name in i.parameters) for i in launches]
-    duration_us = sum(map(getattr(schedule.program.costs, channel.link).us, volumes))
-    return _Traffic(len(names), len(names) - len(set(names)), len(launches), sum(volumes), duration_us)
+    duration_us = sum(link_of(schedule, channel, i).us(volume) for i, volume in zip(launches, volumes))
+    secondary = sum(volume for i, volume in zip(launches, volumes) if _from_secondary(schedule, i))
+    return _Traffic(len(names), len(names) - len(set(names)), len(launches), sum(volumes), duration_us, secondary)
+
+
+def _from_secondary(schedule: Schedule, instruction: Instruction) -> bool:
+    bucket = bucket_of(schedule, instruction.bucket)
+    return bucket is not None and bucket.secondary
 
 
 def ranks_of(program: Program) -> str:
@@ -195,7 +204,9 @@ def ranks_of(program: Program) -> str:
 
 
 def _replicas(program: Program) -> str:
-    return f" ({program.replicas:,} replicas of {program.num_shards:,})" if program.replicas > 1 else ""
+    facts = [f"{program.replicas:,} replicas of {program.num_shards:,}"] if program.replicas > 1 else []
+    facts += [f"resharded to {program.reshard_to:,}"] if program.reshard_to else []
+    return f" ({', '.join(facts)})" if facts else ""
 
 
 def _plural(count: int, noun: str) -> str:
@@ -204,6 +215,7 @@ def _plural(count: int, noun: str) -> str:
 
 def _moved(traffic: _Traffic) -> str:
     again = f", {traffic.num_again:,} of them again" if traffic.num_again else ""
+    again += f", {human_bytes(traffic.secondary_bytes)} from secondary shards" if traffic.secondary_bytes else ""
     buckets = _plural(traffic.num_buckets, "bucket")
     return f"{traffic.num_parameters:,} in {buckets}, {human_bytes(traffic.num_bytes)} on each rank{again}"
 
@@ -226,6 +238,15 @@ def _kept(schedule: Schedule) -> str:
     return f"{len(schedule.kept):,} across the turn, {human_bytes(num_bytes)}: " + ", ".join(map(printable, schedule.kept))
 
 
+def _resharded(schedule: Schedule) -> str:
+    if not schedule.resharded:
+        return "nothing over the turn"
+    program, wanted = schedule.program, set(schedule.resharded)
+    num_bytes = sum(program.secondary_bytes(p) for p in program.parameters if p.name in wanted)
+    names = ", ".join(map(printable, schedule.resharded))
+    return f"{len(schedule.resharded):,} over the turn, {human_bytes(num_bytes)} in secondary shards: {names}"
+
+
 def _peak(schedule: Schedule) -> str:
     """The most that is gathered or packed, in elements and in bytes; with mixed dtypes the two need not peak at the same step."""
     rows = [(state.point, state.num_elements, state.gathered_bytes + state.packing_bytes) for state in replay(schedule)]
@@ -245,7 +266,7 @@ def _where(schedule: Schedule, point: int) -> str:
 
 def _split(moment: Moment) -> str:
     """What is held, by kind; nothing is said of what there is nothing of."""
-    kinds = ("parameters", "packing", "gradients", "activations", "shards")
+    kinds = ("parameters", "packing", "secondary", "gradients", "activations", "shards")
     parts = [f"{kind} {human_bytes(getattr(moment, kind))}" for kind in kinds if getattr(moment, kind)]
     return human_bytes(moment.total) + (": " + ", ".join(parts) if parts else "")
 
@@ -270,6 +291,7 @@ def _header(schedule: Schedule) -> list[str]:
         *(f"{_PLURALS[c.name]:<12} {_moved(_traffic(schedule, c))}" for c in channels_of(schedule)),
         f"peak         {_peak(schedule)}",
         f"kept         {_kept(schedule)}",
+        *([f"resharded    {_resharded(schedule)}"] if schedule.program.reshard_to else []),
         f"certificate  {_certified(certify(schedule))}",
     ]
 
@@ -351,6 +373,8 @@ def _phrase(schedule: Schedule, instruction: Instruction, name_width: int) -> st
     names += f" +{len(direct) - 1}" if len(direct) > 1 else ""
     if packed:
         names = f"{names} +{len(packed)} packed" if direct else f"packed {names}" + (f" +{len(packed) - 1}" if packed[1:] else "")
-    if instruction.kind == "release":
-        return f"release {names}"
+    if instruction.kind in ("release", "reshard"):
+        return f"{instruction.kind} {names}"
+    if _from_secondary(schedule, instruction):
+        return f"gather {bucket} from secondary shards: {names}"
     return f"{'gather' if instruction.kind == 'all_gather' else 'reduce'} {bucket}: {names}"

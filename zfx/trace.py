@@ -4,7 +4,7 @@
     thread compute    | launch gather 0 | wait gather 0 | step | step | release ...
     thread gather           |        gather 0       |                 arrows: launch -> collective -> wait
     thread reduce, and all_reduce if there are replicas
-    counter memory    parameters, packing, gradients, activations, shards, total, in bytes, one row each
+    counter memory    parameters, packing, gradients, activations, shards, total, in bytes, one row each; secondary, if any may be
 
 Times are in microseconds, in whole nanoseconds: Perfetto multiplies what it reads by 1000 and cuts off the rest, so each number
 is the smallest that survives that. Slices of a thread thus touch and never overlap, which Perfetto would drop. The exact times
@@ -58,6 +58,7 @@ def to_trace(schedule: Schedule) -> str:
             "format": "zfx.trace",
             "world_size": schedule.program.world_size,
             "replicas": schedule.program.replicas,
+            **({"reshard_to": schedule.program.reshard_to} if schedule.program.reshard_to else {}),
             "costs": printable(schedule.program.costs.source),
             "finish_us": story.simulation.finish_us,
             "exposed_us": story.simulation.exposed_us,
@@ -121,10 +122,11 @@ def _step(step: Step, index: int, start_us: float, end_us: float) -> dict[str, A
 
 def _instruction(instruction: Instruction, start_us: float, end_us: float) -> dict[str, Any]:
     facts = {"point": instruction.point, "parameters": _printable(instruction.parameters)}
-    if instruction.kind == "release":
+    kind = instruction.kind
+    if kind in ("release", "reshard"):
         more = len(instruction.parameters) - 1
-        name = f"release {printable(instruction.parameters[0])}" if instruction.parameters else "release"
-        return _slice(name + (f" +{more}" if more > 0 else ""), "release", "compute", start_us, end_us, **facts)
+        name = f"{kind} {printable(instruction.parameters[0])}" if instruction.parameters else kind
+        return _slice(name + (f" +{more}" if more > 0 else ""), kind, "compute", start_us, end_us, **facts)
     return _slice(f"{_SHORT[instruction.kind]} {instruction.bucket}", instruction.kind, "compute", start_us, end_us, **facts)
 
 
@@ -137,6 +139,7 @@ def _collective(collective: Collective, channel: str) -> dict[str, Any]:
         "exposed_us": span.exposed_us,
         "parameters": _printable(collective.parameters),
         "packed": len(collective.packed),
+        **({"secondary": True} if collective.secondary else {}),
         "why": " ".join(collective.why),
     }
     return _slice(f"{channel} {span.bucket}", span.kind, channel, span.start_us, span.end_us, **facts)
@@ -145,8 +148,11 @@ def _collective(collective: Collective, channel: str) -> dict[str, Any]:
 def _memory(story: Story) -> Iterator[dict[str, Any]]:
     """A counter's row for each moment at which something has changed."""
     before = None
+    kinds = ["parameters", "packing", "gradients", "activations", "shards", "total"]
+    if story.schedule.program.reshard_to:
+        kinds.insert(2, "secondary")
     for moment in story.simulation.moments:
-        held = {name: getattr(moment, name) for name in ("parameters", "packing", "gradients", "activations", "shards", "total")}
+        held = {name: getattr(moment, name) for name in kinds}
         if held != before:
             yield _event("C", "memory", moment.time_us, "compute", args=held)
         before = held

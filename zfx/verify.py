@@ -48,7 +48,7 @@ def names(schedule: Schedule) -> Iterator[Finding]:
     known = {p.name for p in schedule.program.parameters}
     rows = [(f"{i.kind} at point {i.point}", i.point, i.parameters) for i in schedule.instructions]
     rows += [(f"bucket {b.index}", None, b.parameters) for b in schedule.buckets]  # type: ignore[misc]
-    rows += [("kept", None, schedule.kept), ("carried", None, schedule.carried)]  # type: ignore[list-item]
+    rows += [(row, None, getattr(schedule, row)) for row in ("kept", "carried", "resharded")]  # type: ignore[misc]
     for what, point, members in rows:
         for name in members:
             if name not in known:
@@ -58,7 +58,8 @@ def names(schedule: Schedule) -> Iterator[Finding]:
 
 
 def buckets(schedule: Schedule) -> Iterator[Finding]:
-    """A bucket stands at its index and packs members only; its instructions have its kind and members; a release has no bucket."""
+    """A bucket stands at its index and packs members only; its instructions have its kind and members. What launches nothing has
+    none."""
     for place, bucket in enumerate(schedule.buckets):
         if bucket.index != place:
             yield f"bucket {bucket.index} stands at place {place}", None, None
@@ -67,7 +68,7 @@ def buckets(schedule: Schedule) -> Iterator[Finding]:
     for instruction in schedule.instructions:
         found = bucket_of(schedule, instruction.bucket)
         what = f"{instruction.kind} at point {instruction.point}"
-        if instruction.kind == "release":
+        if instruction.kind in ("release", "reshard"):
             if instruction.bucket is not None:
                 yield f"{what} has a bucket", instruction.point, None
         elif found is None or found.kind != _BUCKET_KIND.get(instruction.kind):
@@ -81,7 +82,7 @@ def launched_once(schedule: Schedule) -> Iterator[Finding]:
     """Every bucket is launched exactly once and waited for exactly once, after its launch."""
     counts: dict[tuple[str, int | None], int] = defaultdict(int)
     for point, event in walk(schedule):
-        if isinstance(event, Step) or event.kind == "release":
+        if isinstance(event, Step) or event.kind in ("release", "reshard"):
             continue
         counts[event.kind, event.bucket] += 1
         if counts[event.kind, event.bucket] > 1:
@@ -247,6 +248,49 @@ def turn(schedule: Schedule) -> Iterator[Finding]:
             yield f"bucket {event.bucket} is launched before the turn and waited for at point {point}", point, member
         if isinstance(event, Instruction) and event.kind in ("all_gather", "release"):
             (live.update if event.kind == "all_gather" else live.difference_update)(event.parameters)
+
+
+def resharding(schedule: Schedule) -> Iterator[Finding]:
+    """What is resharded, all of `resharded` and nothing else, is live then, has arrived, and is once only: in the forward, where
+    there is a smaller group. The backward, which gets the secondary shard in place of the shard, gathers it from there and from
+    nowhere else, at least once; nothing else is gathered from secondary shards."""
+    program, turn = schedule.program, schedule.program.turn
+    resharded, wanted = set[str](), set(schedule.resharded)
+    used = {name for b in schedule.buckets if b.secondary for name in b.parameters}
+    live, in_flight = set(arriving(schedule)), set[str]()
+    for point, event in walk(schedule):
+        if isinstance(event, Step):
+            continue
+        bucket = bucket_of(schedule, event.bucket)
+        for name in event.parameters if event.kind in ("reshard", "all_gather") else ():
+            secondary = bucket is not None and bucket.secondary
+            if event.kind == "reshard":
+                for what, wrong in {
+                    "but the program has no smaller group of ranks": not program.reshard_to,
+                    "but not in the forward": turn is None or point > turn,
+                    "again": name in resharded,
+                    "but is not live": name not in live,
+                    "but is in flight": name in in_flight,
+                    "against `resharded`": name not in wanted,
+                    "but kept over the turn": name in schedule.kept,
+                    "but never gathered from there": name not in used,
+                }.items():
+                    if wrong:
+                        yield f"{name!r} is resharded at point {point}, {what}", point, name
+                resharded.add(name)
+            elif secondary and (name not in resharded or turn is None or point <= turn):
+                yield f"{name!r} is gathered at point {point} from secondary shards that the backward does not have", point, name
+            elif not secondary and name in wanted and turn is not None and point > turn:
+                yield f"{name!r} is resharded, and gathered at point {point} from all ranks", point, name
+        if event.kind in ("all_gather", "release"):
+            (live.update if event.kind == "all_gather" else live.difference_update)(event.parameters)
+        (in_flight.update if event.kind == "all_gather" else in_flight.difference_update)(event.parameters)
+    for name in schedule.resharded:
+        if name not in resharded:
+            yield f"{name!r} is never resharded, against `resharded`", None, name
+    for b in schedule.buckets:
+        if b.secondary and b.kind != "all_gather":
+            yield f"bucket {b.index}, which is no gather, takes from secondary shards", None, next(iter(b.parameters), None)
 
 
 # ------------------------------------------------------------------------------------------------------- rules: gradients
@@ -427,27 +471,35 @@ def happens_before(schedule: Schedule) -> Iterator[Finding]:
 
     Each stream runs in order, so what an event has seen of a stream is one number: how far it had got (a vector clock). The
     gather stream writes parameters that compute reads and frees; the reduce stream reads gradients that compute writes, and
-    that compute frees at `wait_reduce`. It writes shards of gradients, which the all-reduce stream adds up in their place.
+    that compute frees at `wait_reduce`. It writes shards of gradients, which the all-reduce stream adds up in their place. Gathers
+    from secondary shards have a stream of their own, which reads those: compute writes them, and frees them at the last wait.
     """
     lanes = {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 3}
-    clock = {lane: [0, 0, 0, 0] for lane in range(4)}  # seen of compute (lane 0) and of each collective's stream
+    clock = {lane: [0] * 5 for lane in range(5)}  # seen of compute (lane 0) and of each collective's stream
     ended: dict[tuple[str, int | None], list[int]] = {}
-    written: dict[str, int] = {}  # parameter -> its gather's place on the gather stream
+    written: dict[str, tuple[int, int]] = {}  # parameter -> its gather's stream and place there
     taken: dict[str, int] = {}  # gradient -> its reduction's place on the reduce stream
     completed: dict[str, int] = {}  # gradient -> the compute event that wrote it
     compute = clock[0]
+
+    def seen(name: str) -> bool:
+        """Whether compute has seen the end of the parameter's gather."""
+        lane, place = written.get(name, (0, 0))
+        return place <= compute[lane]
+
     for point, event in walk(schedule):
         compute[0] += 1
         if isinstance(event, Step):
             for name in event.reads:
-                if written.get(name, 0) > compute[1]:
+                if not seen(name):
                     yield f"step {point} reads {name!r} while its gather may still write it", point, name
             for name in event.completes:
                 completed[name] = compute[0]
                 if taken.get(name, 0) > compute[2]:
                     yield f"step {point} writes the gradient of {name!r} while its reduction may still read it", point, name
         elif event.kind in _LAUNCHES:
-            lane = lanes[event.kind]
+            bucket = bucket_of(schedule, event.bucket)
+            lane = 4 if bucket is not None and bucket.secondary else lanes[event.kind]
             stream = clock[lane]
             stream[:] = [max(pair) for pair in zip(stream, compute)]
             stream[lane] += 1
@@ -455,15 +507,17 @@ def happens_before(schedule: Schedule) -> Iterator[Finding]:
             for name in event.parameters if lane == 3 else ():
                 if taken.get(name, 0) > stream[2]:
                     yield f"all_reduce at point {point} adds up the shard of {name!r} while its reduction may write it", point, name
-            if lane < 3:
-                (written if lane == 1 else taken).update(dict.fromkeys(event.parameters, stream[lane]))
+            if event.kind == "all_gather":
+                written.update(dict.fromkeys(event.parameters, (lane, stream[lane])))
+            elif event.kind == "reduce_scatter":
+                taken.update(dict.fromkeys(event.parameters, stream[lane]))
         else:
-            if event.kind != "release":
+            if event.kind not in ("release", "reshard"):
                 compute[:] = [max(pair) for pair in zip(compute, ended.get((event.kind, event.bucket), compute))]
-            lane, users = (2, taken) if event.kind == "wait_reduce" else (1, written)
-            for name in event.parameters if event.kind in ("release", "wait_reduce") else ():
-                if users.get(name, 0) > compute[lane]:
-                    yield f"{event.kind} at point {point} frees {name!r} while a collective may use it", point, name
+            for name in event.parameters if event.kind in ("release", "reshard", "wait_reduce") else ():
+                if taken.get(name, 0) > compute[2] if event.kind == "wait_reduce" else not seen(name):
+                    what = "reads" if event.kind == "reshard" else "frees"
+                    yield f"{event.kind} at point {point} {what} {name!r} while a collective may use it", point, name
 
 
 # -------------------------------------------------------------------------------------------------------------- the table
@@ -482,6 +536,7 @@ RULES: dict[str, Rule] = {
     "nothing_leaked": nothing_leaked,
     "carried": carried,
     "turn": turn,
+    "resharding": resharding,
     "reduced_once": reduced_once,
     "reduced_after_completion": reduced_after_completion,
     "averaged_over_replicas": averaged_over_replicas,

@@ -13,12 +13,13 @@ const PHASES = { f: "forward", t: "turn", b: "backward" };
 const LANES = ["phase", "compute", ...data.channels, "parameter"];
 const LIFE = LANES.length - 1;
 const KINDS = {
-  bytes: ["parameters", "packing", "gradients", "activations", "shards"],
+  bytes: ["parameters", "packing", ...(data.reshard_to ? ["secondary"] : []), "gradients", "activations", "shards"],
   elements: ["parameters", "packing"],
 };
 const MEMORY = {
   bytes: {
-    parameters: moments.parameters, packing: moments.packing, gradients: moments.gradients, activations: moments.activations,
+    parameters: moments.parameters, packing: moments.packing, secondary: moments.secondary, gradients: moments.gradients,
+    activations: moments.activations,
     shards: new Array(numMoments).fill(data.shards),
   },
   elements: { parameters: moments.live_elements, packing: moments.packing_elements },
@@ -211,12 +212,13 @@ const closeButton = (act, what) => h("button", { type: "button", title: "Close (
 
 const memoryFacts = (m) => [
   ["parameters", ...exactByteNode(moments.parameters[m])], ["packing", ...exactByteNode(moments.packing[m])],
+  ...(data.reshard_to ? [["secondary shards", ...exactByteNode(moments.secondary[m])]] : []),
   ["gradients", ...exactByteNode(moments.gradients[m])], ["activations", ...exactByteNode(moments.activations[m])],
   ["shards", ...exactByteNode(data.shards)], ["in all", ...exactByteNode(total(m))],
   ["live elements", countNode(moments.live_elements[m] + moments.packing_elements[m])],
 ];
 function where(m) {
-  const point = moments.point[m], kind = { s: "during", g: "after a gather before", w: "after a wait before", r: "after a release before", d: "after a reduction is launched before", e: "after a reduction before", a: "after an all-reduce is launched before", f: "after an all-reduce before" }[moments.kind[m]];
+  const point = moments.point[m], kind = { s: "during", g: "after a gather before", w: "after a wait before", r: "after a release before", d: "after a reduction is launched before", e: "after a reduction before", a: "after an all-reduce is launched before", f: "after an all-reduce before", h: "after a reshard before" }[moments.kind[m]];
   return point < numSteps ? `${kind} ${stepName(point)}` : `${kind.replace(/before$/, "after")} the last step`;
 }
 

@@ -24,6 +24,10 @@ Gradients are the mirror image: of what completes from s on, no more than there 
 after step t all is still to be reduced that completes from there on. The longest path through all this is a bound; so are the
 totals of compute and of each channel. A bound counts as few collectives as bucket sizes and memory allow.
 
+Where parameters may be resharded, first reads are gathered from all ranks, as ever. All that is gathered again counts as if it came
+from secondary shards that take no room, and over a link as good as the better of the two in everything. So volume and memory are
+bounded as without resharding, and time by less than some schedule may need.
+
 References: Belady, *A study of replacement algorithms for a virtual-storage computer*, 1966; Cao, Felten, Karlin, Li, *A study of
 integrated prefetching and caching strategies*, 1995; Hutchinson, Sanders, Vitter, *Duality between prefetching and queued writing
 with parallel disks*, 2005.

@@ -12,7 +12,7 @@ from ..ir import Schedule
 from .held import Event, sizes_of
 from .rest import Rest
 from .room import Measure, Totals
-from .volume import gather_shares_of, least_share_of_byte
+from .volume import cheapest_link, gather_shares_of, least_share_of_byte
 
 
 def detours_of(schedule: Schedule, events: list[Event], measures: list[Measure], rest: Rest) -> list[Detour]:
@@ -44,7 +44,8 @@ class Return:
     """
 
     def __init__(self, schedule: Schedule, events: list[Event], measure: Measure) -> None:
-        self._costs, self._events, self._measure = schedule.program.costs, events, measure
+        self._launch_us, self._events, self._measure = schedule.program.costs.launch_us, events, measure
+        self._link = cheapest_link(schedule.program)
         self._num_bytes, self._escapes = sizes_of(schedule.program, "num_bytes"), set(schedule.program.escapes)
         self._read_at: dict[str, int] = {}
         self._spare: list[int] = []
@@ -61,7 +62,7 @@ class Return:
         ready, num_bytes = -math.inf, 0
         for place in sorted(launched_after, reverse=True):
             num_bytes += launched_after[place]
-            ready = max(ready, self._ends[place][1] + self._costs.gather_us(num_bytes) + self._costs.launch_us)
+            ready = max(ready, self._ends[place][1] + self._link.us(num_bytes) + self._launch_us)
         return ready
 
     def leave(self, s: int, now: float) -> None:
@@ -81,12 +82,12 @@ class Refill:
     """
 
     def __init__(self, schedule: Schedule, events: list[Event], measure: Measure, since: int) -> None:
-        program, costs = schedule.program, schedule.program.costs
+        program, link = schedule.program, cheapest_link(schedule.program)
         self._since, self._room = since, measure.room
-        self._latency_us, self._launch_us = costs.gather.latency_us, costs.launch_us
+        self._latency_us, self._launch_us = link.latency_us, program.costs.launch_us
         one = float(measure.bytes_of_one)
         share = least_share_of_byte(program, gather_shares_of(program, schedule.limits))
-        self._us_in_one = one / costs.gather.bytes_per_us
+        self._us_in_one = one / link.bytes_per_us
         self._us_in_many = self._us_in_one + one * share * self._latency_us
         self._new = first_read_since(events, set(program.escapes), measure.size, since)
         self._read = 0

@@ -5,14 +5,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from ..costs import Link
 from ..ir import Schedule
 from .held import Event, completions_of, sizes_of
-from .volume import at_least, shares_of
-
-
-def transfer_us(link: Link, num_buckets: int, num_bytes: float) -> float:
-    return num_buckets * link.latency_us + num_bytes / link.bytes_per_us if num_buckets else 0.0
+from .volume import at_least, shares_of, transfer_us
 
 
 class Rest:

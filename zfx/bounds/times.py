@@ -6,9 +6,9 @@ from ..costs import CostModel, Link
 from ..ir import Schedule
 from .detours import Detour, detours_of
 from .held import Event
-from .rest import Rest, transfer_us
+from .rest import Rest
 from .room import Measure
-from .volume import Volume
+from .volume import Volume, cheapest_link
 
 
 def times_of(schedule: Schedule, events: list[Event], measures: list[Measure], volume: Volume) -> dict[str, float]:
@@ -19,11 +19,11 @@ def times_of(schedule: Schedule, events: list[Event], measures: list[Measure], v
     compute_us += rest.across_busy_us
     for event in events:
         compute_us += event.duration_us if event.step is not None else 0.0
-    row = row_of(events, costs, volume, rest)
+    row = row_of(events, costs, cheapest_link(schedule.program), volume, rest)
     bare = [(0.0, event.duration_us, 0.0) for event in events]
     return {
         "compute": compute_us,
-        "gather channel": transfer_us(costs.gather, num_buckets, num_bytes),
+        "gather channel": max(volume.us, default=0.0),
         "reduce channel": rest.reduce_us(0),
         **({"all-reduce channel": rest.across_us(0)} if schedule.program.replicas > 1 else {}),
         "first gather + compute + last reduction": in_a_row(row, volume, rest, costs),
@@ -35,7 +35,7 @@ def times_of(schedule: Schedule, events: list[Event], measures: list[Measure], v
 Row = list[tuple[float, float, float]]  # by event: the compute time of gathers before it, its own, that of reductions after it
 
 
-def row_of(events: list[Event], costs: CostModel, volume: Volume, rest: Rest) -> Row:
+def row_of(events: list[Event], costs: CostModel, gather: Link, volume: Volume, rest: Rest) -> Row:
     """The steps, and what collectives take from compute, as far as that is certain on any path to the row and away from it.
 
     A gather may be waited for before the path comes to the row, and a reduction launched after it has left. It takes nothing from
@@ -45,7 +45,7 @@ def row_of(events: list[Event], costs: CostModel, volume: Volume, rest: Rest) ->
     def least(link: Link) -> tuple[float, float]:
         return min(costs.launch_us, link.latency_us), 1 / max(costs.busy_bytes_per_us, link.bytes_per_us)
 
-    (gather_us, gather_us_of_byte), (reduce_us, reduce_us_of_byte) = least(costs.gather), least(costs.reduce)
+    (gather_us, gather_us_of_byte), (reduce_us, reduce_us_of_byte) = least(gather), least(costs.reduce)
     gathered = [gather_us * k + gather_us_of_byte * n for k, n in zip([0, *volume.num_buckets], [0.0, *volume.num_bytes])]
     left = [reduce_us * k + reduce_us_of_byte * n for k, n in zip(rest.num_buckets, rest.num_bytes)]
     return [
@@ -60,7 +60,7 @@ def in_a_row(row: Row, volume: Volume, rest: Rest, costs: CostModel) -> float:
     for m, (before_us, duration_us, after_us) in enumerate(row):
         now += before_us
         if volume.num_buckets[m] and not (m and volume.num_buckets[m - 1]):
-            now = max(now, transfer_us(costs.gather, volume.num_buckets[m], volume.num_bytes[m]) + costs.launch_us)
+            now = max(now, volume.us[m] + costs.launch_us)
         now += duration_us
         if rest.num_buckets[m] and not rest.num_buckets[m + 1]:
             finish = now + costs.launch_us + rest.us(m)
@@ -78,7 +78,7 @@ def longest_path(row: Row, detours: list[Detour], volume: Volume, rest: Rest, co
     for m, (before_us, duration_us, after_us) in enumerate(row):
         now += before_us
         if volume.num_buckets[m]:
-            now = max(now, transfer_us(costs.gather, volume.num_buckets[m], volume.num_bytes[m]) + costs.launch_us)
+            now = max(now, volume.us[m] + costs.launch_us)
         now = max([now, *(detour.ready_us(m) for detour in detours)]) + duration_us
         for detour in detours:
             detour.leave(m, now)

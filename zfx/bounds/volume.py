@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 
+from ..costs import Link
 from ..ir import Program, Schedule
 from ..limits import Limits
 from ..verify import reuse_distances
@@ -19,10 +20,12 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """By event: the bytes that must have been gathered before it, and in how many collectives at the least."""
+    """By event: the bytes that must have been gathered before it, in how many collectives at the least, and how long the channel
+    takes for that."""
 
     num_bytes: list[float]
     num_buckets: list[int]
+    us: list[float]
     total_bytes: int
     binds: str
 
@@ -43,6 +46,10 @@ def volume_of(schedule: Schedule, events: list[Event], measures: list[Measure]) 
     at = {event.step: m for m, event in enumerate(events)}
     firsts, wide, gaps = gathers_of(schedule)
     sure_bytes, sure_shares, sure_gathers = [0] * len(events), [0.0] * len(events), [0] * len(events)
+    first_bytes, first_shares = [0] * len(events), [0.0] * len(events)
+    for gap in firsts:
+        first_bytes[at[gap.stop]] += num_bytes[gap.name]
+        first_shares[at[gap.stop]] += shares[gap.name]
     for gap in (*firsts, *wide):
         sure_bytes[at[gap.stop]] += num_bytes[gap.name]
         sure_shares[at[gap.stop]] += shares[gap.name]
@@ -55,9 +62,36 @@ def volume_of(schedule: Schedule, events: list[Event], measures: list[Measure]) 
     rows = [(b + f, max(at_least(s + f * share_of_byte), int(n > 0 or f > 0))) for b, s, n, f in sums]
     most, binds = max((math.ceil(sizes[-1] * m.bytes_of_one) if sizes else 0, m.name) for sizes, m in again)
     reasons = [*(["max_reuse_distance"] if wide else []), *([binds] if most else [])]
+    from_all = [(b, max(at_least(s), int(b > 0))) for b, s in zip(accumulate(first_bytes), accumulate(first_shares))]
     return Volume(
-        [row[0] for row in rows], [row[1] for row in rows], sum(sure_bytes) + most, " and ".join(reasons) or "first reads"
+        [row[0] for row in rows],
+        [row[1] for row in rows],
+        [least_us(program, *all_of_it, *from_all_ranks) for all_of_it, from_all_ranks in zip(rows, from_all)],
+        sum(sure_bytes) + most,
+        " and ".join(reasons) or "first reads",
     )
+
+
+def cheapest_link(program: Program) -> Link:
+    """What no gather of the program is faster than: from all ranks or, where it may reshard, from secondary shards."""
+    gather = program.costs.gather
+    if not program.reshard_to:
+        return gather
+    other = program.costs.gather_link(secondary=True)
+    return Link(min(gather.latency_us, other.latency_us), max(gather.bytes_per_us, other.bytes_per_us))
+
+
+def transfer_us(link: Link, num_buckets: int, num_bytes: float) -> float:
+    return num_buckets * link.latency_us + num_bytes / link.bytes_per_us if num_buckets else 0.0
+
+
+def least_us(program: Program, num_bytes: float, num_buckets: int, first_bytes: int, first_buckets: int) -> float:
+    """What so many bytes take in so many collectives, of which those for first reads come from all ranks."""
+    gather, cheapest = program.costs.gather, cheapest_link(program)
+    if cheapest == gather:
+        return transfer_us(gather, num_buckets, num_bytes)
+    again_us = transfer_us(cheapest, num_buckets - first_buckets, 0.0) + (num_bytes - first_bytes) / cheapest.bytes_per_us
+    return transfer_us(gather, first_buckets, first_bytes) + again_us
 
 
 def gathers_of(schedule: Schedule) -> tuple[list[Gap], list[Gap], list[Gap]]:
