@@ -100,14 +100,17 @@ def _more_gradient_bytes(timeline: Timeline, event: Event) -> int:
     return reduction.across_bytes if kind == "all_reduce" else -reduction.across_bytes
 
 
-def peak_bytes(timeline: Timeline) -> int:
-    """The most bytes that are held at any moment, gathers that are launched ahead of reductions included."""
+def peak_bytes(timeline: Timeline, ready: bool = True) -> int:
+    """The most bytes that are held at any moment, gathers that are launched ahead of reductions included.
+
+    Where a point must be `ready` for its step, what the step takes besides counts there as well, as in `byte_room`.
+    """
     program, rows, gathered = timeline.program, agenda(timeline), gathered_bytes(timeline)
     completed = [sum(p.grad_bytes for p in gradients) for gradients in completions_of(program)]
     peak = gradients = 0
     for point, before in enumerate(gathered.before):
         other = program.steps[point].other_bytes if point < len(program.steps) else 0
-        here = int(before) + other
+        here = int(before) + (other if ready else 0)
         peak = max(peak, here + gradients)
         for kind, index in rows.get(point, ()):
             if kind == "all_gather":

@@ -48,7 +48,7 @@ def add_slack(schedule: Schedule) -> Schedule:
         for r, s in zip(timeline.reductions, slow.reductions)
     )
     relaxed = _as_far_ahead(timeline, with_launches(replace(timeline, reductions=reductions), launches))
-    return write(relaxed) if peak_bytes(relaxed) <= peak else schedule
+    return write(relaxed) if peak_bytes(relaxed, ready=False) <= peak_bytes(timeline, ready=False) else schedule
 
 
 def _as_far_ahead(before: Timeline, after: Timeline) -> Timeline:
