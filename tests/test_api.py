@@ -89,6 +89,16 @@ def test_a_meta_model_can_be_planned() -> None:
     assert sum(p.num_elements for p in schedule.program.parameters) == 2 * (4096 * 4096 + 4096)
 
 
+def test_models_of_one_class_learn_no_sizes_from_one_another() -> None:
+    """Dynamo takes a size for a variable once it has seen two values of it: in one model, not in a second of another width."""
+    for width in (3, 5, 7):
+        model = zfx.compile(nn.Sequential(nn.Linear(width, width)), world_size=2)
+        model.zfx.plan(torch.ones(width + 1, width))
+        for graph in model.zfx.graphs[0].values():
+            values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+            assert not any(isinstance(size, torch.SymInt) for v in values for size in (v, *getattr(v, "shape", ())))
+
+
 def misuse() -> list[str]:
     said = []
 

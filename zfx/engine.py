@@ -6,6 +6,7 @@ It hangs on the model and holds no reference to it, so that both die together. I
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from .shard import Layout, Owner, ToLocal
 from .versions import Outsides
 from .window import Window
 
+_numbers = itertools.count()
 MARK = "_zfx_owner"  # on every module that holds parameters: the id of the blueprint that they belong to
 
 
@@ -297,10 +299,10 @@ class Engine:
                 for holder, key, before in swapped:
                     holder[key] = before
 
-        # Dynamo keeps its cache on the code object: a copy of it gives every engine a cache of its own
+        # Dynamo keeps its cache on the code object, and by its name which sizes have changed: each of ours has its own
         code = traced.__code__
         own = types.FunctionType(
-            code.replace(co_name=f"zfx_{self.blueprint.model_name}"),
+            code.replace(co_name=f"zfx_{self.blueprint.model_name}_{next(_numbers)}"),
             dict(traced.__globals__),
             code.co_name,
             traced.__defaults__,
