@@ -48,7 +48,8 @@ def add_slack(schedule: Schedule) -> Schedule:
         for r, s in zip(timeline.reductions, slow.reductions)
     )
     relaxed = _as_far_ahead(timeline, with_launches(replace(timeline, reductions=reductions), launches))
-    return write(relaxed) if peak_bytes(relaxed, ready=False) <= peak_bytes(timeline, ready=False) else schedule
+    no_higher = all(peak_bytes(relaxed, ready) <= peak_bytes(timeline, ready) for ready in (True, False))
+    return write(relaxed) if no_higher else schedule
 
 
 def _as_far_ahead(before: Timeline, after: Timeline) -> Timeline:
