@@ -402,19 +402,21 @@ def test_a_directory_that_can_not_be_made_is_an_error_on_every_rank(tmp_path: Pa
 # ---- memory --------------------------------------------------------------------------------------------------------------
 
 
-def peaks(root: str) -> dict[str, int]:
+MIXTRAL = dict(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_local_experts=6)
+LLAMA_200M = dict(vocab_size=16000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=10)
+
+
+def peaks(root: str, kind: str, sizes_of_it: dict[str, int]) -> dict[str, int]:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        num_local_experts=6,
-    )
+    config = getattr(transformers, f"{kind}Config")(num_attention_heads=4, num_key_value_heads=4, **sizes_of_it)
+    make = getattr(transformers, f"{kind}ForCausalLM")
     if dist.get_rank() == 0:
-        transformers.MixtralForCausalLM(config).save_pretrained(root + "/in")
+        make(config).save_pretrained(root + "/in")
     dist.barrier()
     with torch.device("meta"):
-        model = transformers.MixtralForCausalLM(config)
+        model = make(config)
     with Meter() as reading:
         model = zfx.compile(model, init_fn=zfx.skip_init)
         zfx.load_pretrained(model, root + "/in")
@@ -427,8 +429,18 @@ def peaks(root: str) -> dict[str, int]:
 
 def test_no_rank_holds_the_model_on_the_way_in_or_out(tmp_path: Path) -> None:
     slack = 16 << 10
-    for rank, found in enumerate(run_ranks(3, peaks, str(tmp_path))):
+    for rank, found in enumerate(run_ranks(3, peaks, str(tmp_path), "Mixtral", MIXTRAL)):
         assert found["shards"] + 2 * found["largest"] < found["whole"]
         # two of six experts: as they are read, and stacked, or stacked and joined
         assert found["reading"] <= found["shards"] + 2 * found["largest"] // 3 + slack
         assert found["writing"] <= found["shards"] + (2 if rank == 0 else 1) * found["largest"] + slack
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_rank_holds_200m_parameters_on_the_way_in_or_out(world_size: int, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(world_size, peaks, str(tmp_path), "Llama", LLAMA_200M, timeout=600)):
+        print(found)
+        assert found["whole"] > 4 * 190e6
+        assert found["shards"] < found["reading"] <= found["shards"] + found["largest"] + (16 << 10)
+        assert found["writing"] <= found["shards"] + (2 if rank == 0 else 1) * found["largest"] + (16 << 10)
