@@ -49,9 +49,19 @@ def refine(schedule: Schedule) -> Schedule:
     """
     if schedule.program.replicas > 1 or schedule.program.reshard_to:
         return schedule
+    best_us = _agreed(schedule).finish_us
     while (better := _round(schedule)) is not None:
-        schedule = better
+        better_us = _agreed(better).finish_us
+        if better_us >= best_us * (1 - 1e-9):  # placed by this rank's durations it is not what it was
+            break
+        schedule, best_us = better, better_us
     return schedule
+
+
+def _agreed(schedule: Schedule) -> Times:
+    """The times if all steps took what ranks agree on."""
+    start, agreed_us = read(schedule), structural_us(schedule.program)
+    return simulate(start if schedule.program.uniform else placed_again(start, agreed_us), agreed_us)
 
 
 def _round(schedule: Schedule) -> Schedule | None:
@@ -63,8 +73,7 @@ def _round(schedule: Schedule) -> Schedule | None:
         return None
     gain = LEAST_GAIN * MAX_TRIALS / trials
     trials = min(trials, TRIALS_EACH * len(schedule.buckets))
-    rows, start, agreed_us = rows_of(program, limits), read(schedule), structural_us(program)
-    before = simulate(start if program.uniform else placed_again(start, agreed_us), agreed_us)
+    rows, start, agreed_us, before = rows_of(program, limits), read(schedule), structural_us(program), _agreed(schedule)
     found = _search(_shortened(start, short, rows), trials, before, before.finish_us * (1 - gain))
     if found is None:
         return None

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.optimum import least_time
 from tests.passes.oracle import finish, launches, waits
 from tests.strategies import link_costs, problems
 from zfx.ir import Limits, Parameter, Program, Schedule, Step
-from zfx.passes import PIPELINE, plan
+from zfx.passes import PIPELINE, REFINED, plan
 from zfx.passes.refine import refine
 from zfx.passes.slack import add_slack
 from zfx.passes.view import structural_us
@@ -109,3 +109,9 @@ def test_times_without_a_least_gain_end_the_search(us):
     program = of([("a", us)], [("a", us)], {"a": 1})
     schedule = plan(replace(program, costs=link_costs(0.0, float("inf"))), EVERYWHERE, check=verify, passes=BEFORE)
     assert refine(schedule) == schedule
+
+
+@settings(max_examples=25)
+@given(problems(busy=True))
+def test_it_ends_where_ranks_differ_with_a_schedule_that_holds(problem):
+    verify(plan(*problem, passes=REFINED))
